@@ -1,0 +1,87 @@
+"""What every prepare.py shares: a tokenizer and a small T5 encoder made from scratch, and the files train.py reads."""
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+from model import autocast
+
+PAD, EOS, UNK, MASK = range(4)
+SPECIAL = ["<pad>", "</s>", "<unk>", "<extra_id_0>"]
+
+
+def train_tokenizer(texts, vocab_size):
+    """A T5-style unigram tokenizer learned from texts."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=vocab_size, special_tokens=SPECIAL,
+                                                                 unk_token="<unk>", show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
+                                   additional_special_tokens=["<extra_id_0>"])
+
+
+def to_rows(tokenizer, texts, length):
+    """Texts of fewer than `length` tokens as rows (n, length) uint16, each ended and padded with </s>; longer ones are dropped."""
+    ids = (t for t in tokenizer(texts, add_special_tokens=False)["input_ids"] if 0 < len(t) < length)
+    return np.array([t + [EOS] * (length - len(t)) for t in ids], dtype=np.uint16).reshape(-1, length)
+
+
+def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, lr=3e-3, mask_share=0.3, seed=0):
+    """
+    A T5 encoder trained from scratch to predict masked tokens: a stand-in for the T5 objective, which would need a decoder.
+
+    rows      (n, L) tokens; masks fall on text, never on the </s> that pads
+    returns   T5EncoderModel; the loss of its last steps is on the bar
+    """
+    torch.manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
+    rows = torch.from_numpy(rows.astype(np.int64))
+    encoder = T5EncoderModel(T5Config(vocab_size=vocab_size, d_model=width, d_kv=width // heads, d_ff=4 * width, num_layers=layers,
+                                      num_heads=heads, dropout_rate=0.0, pad_token_id=PAD, eos_token_id=EOS))
+    head = torch.nn.Linear(width, vocab_size)
+    matrices = [p for n, p in encoder.named_parameters() if n.startswith("encoder.block") and p.ndim == 2 and "bias" not in n]
+    rest = [p for p in [*encoder.parameters(), *head.parameters()] if all(p is not m for m in matrices)]
+    opts = [torch.optim.Muon(matrices, lr=3 * lr, weight_decay=0.0), torch.optim.Adam(rest, lr=lr, fused=True)]
+    schedule = [torch.optim.lr_scheduler.LambdaLR(o, lambda s: min(1, (s + 1) / 200, (steps - s) / (0.3 * steps))) for o in opts]
+    masks = max(1, int(mask_share * (rows != EOS).float().mean() * batch_size * rows.shape[1]))  # the same number every step
+    order = torch.empty(0, dtype=torch.long)
+    for step in (bar := tqdm(range(steps), desc="training the encoder", dynamic_ncols=True)):
+        while len(order) < batch_size:
+            order = torch.cat([order, torch.randperm(len(rows), generator=rng)])
+        ids, order = rows[order[:batch_size]], order[batch_size:]
+        where = (torch.rand(ids.shape, generator=rng) * (ids != EOS)).flatten().topk(masks).indices
+        masked = ids.flatten().index_fill(0, where, MASK).view_as(ids)
+        with autocast(torch.device("cpu")):
+            hidden = encoder(input_ids=masked).last_hidden_state.flatten(0, 1)
+            loss = F.cross_entropy(head(hidden[where]).float(), ids.flatten()[where])
+        loss.backward()
+        for o, s in zip(opts, schedule):
+            o.step()
+            o.zero_grad()
+            s.step()
+        if step % 20 == 0 or step == steps - 1:
+            bar.set_postfix_str(f"masked-token loss {loss.item():.3f}")
+    return encoder.eval()
+
+
+@torch.no_grad()
+def write_dataset(folder, train, val, tokenizer, encoder, fingerprint):
+    """Writes train.bin, val.bin, t5/ and, last and at once, meta.json: a folder that has it is complete."""
+    folder = Path(folder)
+    sample = torch.from_numpy(train[:4096].astype(np.int64))
+    hidden = torch.cat([encoder(input_ids=ids).last_hidden_state for ids in sample.split(256)])
+    tokenizer.save_pretrained(folder / "t5")
+    encoder.save_pretrained(folder / "t5")
+    train.tofile(folder / "train.bin")
+    val.tofile(folder / "val.bin")
+    meta = dict(length=train.shape[1], dtype=str(train.dtype), vocab_size=len(tokenizer), train_rows=len(train), val_rows=len(val),
+                fingerprint=fingerprint, x_mean=hidden.mean((0, 1)).tolist(), x_std=hidden.std((0, 1)).tolist())
+    temporary = folder / "meta.json.tmp"
+    temporary.write_text(json.dumps(meta, indent=1))
+    os.replace(temporary, folder / "meta.json")

@@ -1,0 +1,116 @@
+"""
+English prose that every user of this repository already has: the docstrings of the installed packages.
+
+Source files are read with `ast`; nothing is imported or downloaded. What it makes, all in this folder:
+
+    train.bin, val.bin   one paragraph a row: LENGTH tokens (uint16), ended and padded with </s>
+    t5/                  a tokenizer and a small frozen T5 encoder, as `save_pretrained` writes them
+    meta.json            sizes, the corpus fingerprint, the encoder's output statistics
+
+Versions of Python and of the packages change the corpus, so figures are quoted with its fingerprint.
+
+    python data/docs/prepare.py        # about 4 minutes on 2 CPU cores; `python train.py` runs it by itself
+"""
+import ast
+import hashlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import warnings
+from multiprocessing import Pool
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+from data.common import EOS, to_rows, train_encoder, train_tokenizer, write_dataset  # noqa: E402
+
+PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "tqdm", "tiktoken"]
+LENGTH = 32            # tokens a row, </s> included; longer paragraphs are dropped, not cut
+VOCAB_SIZE = 4096
+VAL_SHARE = 0.05
+ENCODER = dict(width=64, layers=4, heads=4, steps=4000)
+
+# Prose is a capital letter, then words and light punctuation, then a full stop.
+PROSE = re.compile(r"[A-Z][A-Za-z0-9 ,;:'\"()/%-]*(?:\.[A-Za-z0-9 ,;:'\"()/%-]+)*[.!?]")
+SECTION = re.compile(r"(Args?|Arguments|Parameters|Returns?|Yields?|Raises|Notes?|Examples?|Attributes|Shape|See Also)\b ?:")
+MARKUP = [(re.compile(r":[a-z:]+:`~?([^`<]*)(<[^`]*>)?`"), r"\1"),   # :class:`~torch.Tensor` -> torch.Tensor
+          (re.compile(r"\[`?~?([^\]`]*)`?\](\([^)]*\))?"), r"\1"),   # [`Trainer`](link)      -> Trainer
+          (re.compile(r"`+|\*\*"), "")]
+
+
+def source_files():
+    """Every .py file of the standard library and of PACKAGES, in a fixed order."""
+    roots = [Path(sysconfig.get_paths()["stdlib"])]
+    for name in PACKAGES:
+        spec = importlib.util.find_spec(name)  # finds, does not import
+        if spec is not None:
+            roots.append(Path(spec.origin).parent)
+    for root in roots:
+        yield from (f for f in sorted(root.rglob("*.py")) if "site-packages" not in f.relative_to(root).parts)
+
+
+def paragraphs(file):
+    """The prose paragraphs of one file's docstrings, as a list of one-line strings."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old files hold escapes that Python now warns about
+            tree = ast.parse(Path(file).read_bytes())
+    except (SyntaxError, ValueError):
+        return []  # the standard library ships files that are broken on purpose, as test cases
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            doc = ast.get_docstring(node, clean=True) or ""
+            found += [p for block in re.split(r"\n\s*\n", doc) if (p := prose(block))]
+    return found
+
+
+def prose(block):
+    """A docstring block as one line of prose, or None if it is code, a table, a list or a directive."""
+    lines = block.split("\n")
+    if any(line[:1].isspace() for line in lines):  # an indented line: code, or an argument's description
+        return None
+    text = " ".join(" ".join(lines).split())
+    for pattern, replacement in MARKUP:
+        text = pattern.sub(replacement, text)
+    words = text.split()
+    plain = sum(re.fullmatch(r"[\"'(]*[A-Za-z][a-z]*(?:[-'][a-z]+)?[.,;:!?\"')]*", w) is not None for w in words)
+    if len(words) < 4 or plain < 0.8 * len(words) or SECTION.match(text) or not PROSE.fullmatch(text):
+        return None
+    return text
+
+
+def corpus(files):
+    """All distinct paragraphs, (train, val, fingerprint); a paragraph's side depends on its own text alone."""
+    with Pool(os.cpu_count()) as pool:
+        found = pool.imap(paragraphs, files, chunksize=32)
+        texts = list(dict.fromkeys(p for ps in tqdm(found, total=len(files), desc="reading docstrings") for p in ps))
+    sides, digest = ([], []), hashlib.sha256()
+    for text in texts:
+        h = hashlib.sha256(text.lower().encode()).digest()
+        digest.update(h)
+        sides[int.from_bytes(h[:4], "big") < VAL_SHARE * 2**32].append(text)
+    return *sides, digest.hexdigest()[:12]
+
+
+def main():
+    train_texts, val_texts, fingerprint = corpus(list(source_files()))
+    if len(train_texts) < 1000:
+        sys.exit(f"{len(train_texts)} paragraphs found: too few to learn from; install the packages of requirements.txt")
+    tokenizer = train_tokenizer(train_texts, VOCAB_SIZE)
+    train, val = to_rows(tokenizer, train_texts, LENGTH), to_rows(tokenizer, val_texts, LENGTH)
+    np.random.default_rng(0).shuffle(train)
+    print(f"{len(train):,} training and {len(val):,} validation paragraphs of at most {LENGTH} tokens, "
+          f"{(train != EOS).sum():,} training tokens, fingerprint {fingerprint}", flush=True)
+    encoder = train_encoder(train, VOCAB_SIZE, **ENCODER)
+    write_dataset(HERE, train, val, tokenizer, encoder, fingerprint)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,380 @@
+"""
+Trains ELF: flow matching in the embedding space of a frozen encoder, and cross-entropy at t = 1 (Alg. 1, 3 and 4).
+
+    python train.py                                             # config/docs.py: offline, minutes on a laptop
+    python train.py config/docs.py --steps=500 --batch_size 32  # any setting below, by --key=value or --key value
+    torchrun --nproc_per_node=8 train.py config/owt_b.py        # the paper's ELF-B
+
+A run lives in out/<name>: ckpt.pt and log.jsonl. The same command goes on where a run stopped.
+"""
+import difflib
+import functools
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from model import ELF, ELFConfig, autocast, load_encoder, load_tokenizer, pick_device
+from sample import sample, seeded, to_text
+
+ROOT = Path(__file__).resolve().parent  # relative paths in a config start here
+
+
+@dataclass
+class Config:
+    # the run and its data
+    name: str = "docs"             # the run's folder is out/<name>
+    data: str = "data/docs"        # a folder with train.bin, val.bin and meta.json
+    prepare: str = ""              # the script that makes that folder, run when it is missing
+    encoder: str = "t5-small"      # folder or Hugging Face repo id of the frozen T5; its tokenizer lies beside it
+    length: int = 1024             # L, tokens a row
+    # the network (Tab. 3)
+    depth: int = 12
+    dim: int = 768
+    heads: int = 12
+    bottleneck: int = 128
+    # the method (Tab. 4)
+    decode_share: float = 0.2      # of the rows: decode
+    self_cond_share: float = 0.4   # of the rows: denoise with self-condition and guidance; the rest: plain denoise
+    t_mean: float = -1.5           # time is sigmoid(N(t_mean, t_std^2))
+    t_std: float = 0.8
+    noise_scale: float = 2.0
+    w_min: float = 0.5
+    w_max: float = 5.0
+    decode_mean: float = 0.8       # decode rows keep a share sigmoid(N(decode_mean, decode_std^2)) of each embedding
+    decode_std: float = 0.8
+    decode_noise: float = 5.0
+    # optimisation
+    steps: int = 95_000
+    batch_size: int = 512          # rows a step, over all processes
+    accum: int = 1                 # micro-batches a step in each process
+    lr: float = 0.002              # 0.001 x batch_size / 256
+    warmup: int = 9_500            # steps; then constant
+    clip: float = 1.0
+    ema: float = 0.9999
+    seed: int = 0
+    # bookkeeping, in steps
+    log_interval: int = 10
+    val_interval: int = 1000
+    val_rows: int = 256
+    sample_interval: int = 5000
+    sample_rows: int = 4
+    save_interval: int = 1000
+    # machine
+    device: str = "auto"           # cuda, mps or cpu
+    bf16: bool = True              # where the device is good at it
+    compile: bool = True           # where there is a compiler
+
+
+FREE = {"prepare", "steps", "log_interval", "val_interval", "val_rows", "sample_interval", "sample_rows",
+        "save_interval", "device", "bf16", "compile"}  # settings that a resumed run may change
+
+
+def configure(argv):
+    """Config from `[FILE.py] [--key=value | --key value]...`; SystemExit with one line on anything else."""
+    argv = list(argv)
+    file = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else ROOT / "config" / "docs.py"
+    if not file.is_file():
+        sys.exit(f"{file}: no such config file; there are: {', '.join(sorted(f'config/{f.name}' for f in ROOT.glob('config/*.py')))}")
+    try:
+        given = {k: v for k, v in runpy.run_path(str(file)).items() if not k.startswith("_")}
+    except Exception as e:
+        sys.exit(f"{file}: {type(e).__name__}: {e}")
+    types = {f.name: f.type for f in fields(Config)}
+    for arg in (args := iter(argv)):
+        key, eq, text = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--"):
+            sys.exit(f"{arg}: expected --key=value")
+        key = key.replace("-", "_")
+        if not eq and (text := next(args, None)) is None:
+            sys.exit(f"--{key}: has no value; write --{key}=value")
+        given[key] = parse(key, text, types.get(key))
+    for key, value in given.items():
+        if key not in types:
+            near = difflib.get_close_matches(key, types, 1)
+            sys.exit(f"{key}: no such setting" + (f"; did you mean {near[0]}?" if near else "; train.py lists them in Config"))
+        if types[key] is float and type(value) is int:
+            given[key] = float(value)
+        elif type(value) is not types[key]:
+            sys.exit(f"{key} = {value!r}: must be {types[key].__name__}, not {type(value).__name__}")
+    cfg = Config(**given)
+    for key in ("length", "depth", "dim", "heads", "bottleneck", "steps", "batch_size", "accum", "log_interval", "val_interval",
+                "val_rows", "sample_interval", "sample_rows", "save_interval", "lr", "clip", "noise_scale", "w_min"):
+        if not getattr(cfg, key) > 0:
+            sys.exit(f"{key} = {getattr(cfg, key)}: must be greater than 0")
+    return cfg
+
+
+def parse(key, text, kind):
+    """The text of --key as `kind`; a key that does not exist keeps its text, and is refused later."""
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return kind(text.replace("_", "")) if kind in (int, float) else text
+    except (ValueError, KeyError):
+        sys.exit(f"--{key}={text}: must be {kind.__name__}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the two losses
+
+def kinds(B, cfg):
+    """How many of B rows decode and how many self-condition; the others are plain. Kinds go by position: rows are shuffled."""
+    n_dec, n_sc = round(B * cfg.decode_share), round(B * cfg.self_cond_share)
+    if min(n_dec, n_sc, B - n_dec - n_sc) < 1:
+        sys.exit(f"{B} rows a micro-batch: too few to hold decode, self-conditioned and plain rows ({n_dec}, {n_sc}, "
+                 f"{B - n_dec - n_sc}); use at least 5")
+    return n_dec, n_sc
+
+
+def draw(B, L, E, n_dec, cfg, rng):
+    """Everything random in one step: t (B,), w (B,), eps (B, L, E) at unit scale, p (n_dec, L, 1)."""
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng, device=rng.device)
+    u = torch.rand(B, generator=rng, device=rng.device)
+    return dict(t=torch.sigmoid(cfg.t_mean + cfg.t_std * normal(B)),
+                w=(1 + cfg.w_min) * ((1 + cfg.w_max) / (1 + cfg.w_min)) ** u - 1,         # log-uniform in 1 + w
+                eps=normal(B, L, E),
+                p=torch.sigmoid(cfg.decode_mean + cfg.decode_std * normal(n_dec, L, 1)))
+
+
+def losses(model, x, ids, n_dec, n_sc, t, w, eps, p, noise_scale, decode_noise):
+    """
+    Per-row losses of one batch (Alg. 1): rows [0, n_dec) decode, the next n_sc self-condition, the rest are plain.
+
+    x (B, L, E) clean embeddings, ids (B, L) their tokens; the draws t, w, eps, p as in `draw`.
+    returns   mse (B - n_dec,) on the velocity, ce (n_dec,) of the tokens
+    """
+    t = torch.cat([torch.ones_like(t[:n_dec]), t[n_dec:]])
+    t_ = t[n_dec:, None, None]
+    z = torch.cat([p * x[:n_dec] + (1 - p) * decode_noise * eps[:n_dec],                  # decode: each token its own noise
+                   t_ * x[n_dec:] + (1 - t_) * noise_scale * eps[n_dec:]])                # denoise: z_t = t x + (1 - t) eps
+    sc = slice(n_dec, n_dec + n_sc)
+    x_sc = torch.zeros_like(z)
+    if n_sc:
+        with torch.no_grad():                                                             # an unconditional first guess
+            x_u = getattr(model, "module", model)(z[sc], x_sc[sc], t[sc], w[sc])[0].float()
+        x_sc = torch.cat([x_sc[:n_dec], x_u, x_sc[n_dec + n_sc:]])
+
+    x_pred, logits = model(z, x_sc, t, w, n_dec)
+
+    c = (1 - t_).clamp(min=0.05)
+    v_pred, v = (x_pred.float() - z[n_dec:]) / c, (x[n_dec:] - z[n_dec:]) / c             # Eq. 1
+    if n_sc:                                                                              # Eq. 3: guidance, trained in
+        v_u = (x_u - z[sc]) / c[:n_sc]
+        guided = v[:n_sc] + (1 - 1 / w[sc, None, None]) * (v_pred[:n_sc].detach() - v_u)
+        v = torch.cat([guided, v[n_sc:]])
+    mse = (v_pred - v).square().mean((1, 2))
+    ce = F.cross_entropy(logits.float().transpose(1, 2), ids[:n_dec], reduction="none").mean(1)   # Eq. 2
+    return mse, ce
+
+
+def objective(mse, ce, n_sc, cfg):
+    """0.2 CE + 0.4 MSE (self-conditioned) + 0.4 MSE (plain): shares, not row counts, so rounding does not change it."""
+    plain_share = 1 - cfg.decode_share - cfg.self_cond_share
+    return cfg.decode_share * ce.mean() + cfg.self_cond_share * mse[:n_sc].mean() + plain_share * mse[n_sc:].mean()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data
+
+def open_data(cfg):
+    """(train rows, val rows, meta) of cfg.data, memory-mapped; makes the folder first if cfg.prepare says how."""
+    folder = ROOT / cfg.data
+    if not (folder / "meta.json").is_file():
+        if not cfg.prepare or not (ROOT / cfg.prepare).is_file():
+            sys.exit(f"{cfg.data}: no meta.json there; make the data first: python {cfg.data}/prepare.py")
+        print(f"{cfg.data} is not there yet: running {cfg.prepare}", flush=True)
+        if code := subprocess.run([sys.executable, str(ROOT / cfg.prepare)]).returncode:
+            sys.exit(code)
+    meta = json.loads((folder / "meta.json").read_text())
+    if meta["length"] != cfg.length:
+        sys.exit(f"length = {cfg.length}: {cfg.data} holds rows of {meta['length']} tokens")
+    rows = [np.memmap(folder / f"{side}.bin", dtype=meta["dtype"], mode="r").reshape(-1, cfg.length) for side in ("train", "val")]
+    return *rows, meta
+
+
+@functools.lru_cache(maxsize=2)
+def shuffled(n, seed, epoch):
+    return np.random.default_rng((seed, epoch)).permutation(n)
+
+
+def batch_rows(n, step, batch_size, seed):
+    """Which of n rows the global batch of `step` holds: epochs end to end, each in its own order, every row once in each."""
+    places = np.arange(step * batch_size, (step + 1) * batch_size)
+    return np.array([shuffled(n, seed, int(epoch))[i] for epoch, i in zip(places // n, places % n)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# training
+
+def optimizers(model, cfg):
+    """Muon on every 2-D weight, the unembedding included; Adam on biases, norms and control tokens."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=cfg.lr, momentum=0.95, weight_decay=0.0),
+            torch.optim.Adam(rest, lr=cfg.lr, fused=True)]
+
+
+def compiler_works(device):
+    """Tries torch.compile on one line; where it fails (no C++ compiler, say), training runs eagerly and says so."""
+    try:
+        torch.compile(lambda a: a * 2 + 1)(torch.ones(8, device=device))
+        return True
+    except Exception as e:
+        print(f"torch.compile does not work here ({type(e).__name__}: {str(e).splitlines()[0][:80]}): running eagerly")
+        return False
+
+
+def save(path, content):
+    """torch.save to a temporary file, flushed to disk, then renamed: the old file stays whole until the new one is."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as f:
+        torch.save(content, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def main(argv=None):
+    cfg = configure(sys.argv[1:] if argv is None else argv)
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    device = pick_device(cfg.device, int(os.environ.get("LOCAL_RANK", 0)))
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    B = cfg.batch_size // (world * cfg.accum)  # rows a micro-batch
+    if B * world * cfg.accum != cfg.batch_size:
+        sys.exit(f"batch_size = {cfg.batch_size}: not a multiple of {world} processes x accum = {cfg.accum}")
+    n_dec, n_sc = kinds(B, cfg)
+
+    if rank == 0:
+        open_data(cfg)  # may prepare it
+    if world > 1:
+        dist.barrier()
+    train_rows, val_rows, meta = open_data(cfg)
+    tokenizer, encoder = load_tokenizer(cfg.encoder), load_encoder(cfg.encoder, device)
+    x_mean, x_std = (torch.tensor(meta[k], device=device) for k in ("x_mean", "x_std"))
+    torch.manual_seed(cfg.seed)
+    elf_config = ELFConfig(cfg.depth, cfg.dim, cfg.heads, encoder.config.d_model, encoder.config.vocab_size, cfg.bottleneck)
+    raw = ELF(elf_config).to(device)
+    params, ema = list(raw.parameters()), [p.detach().clone() for p in raw.parameters()]
+    opts = optimizers(raw, cfg)
+    settings = asdict(cfg) | {k: meta[k] for k in ("x_mean", "x_std", "fingerprint")}
+
+    run, start = ROOT / "out" / cfg.name, 0
+    if (run / "ckpt.pt").is_file():
+        old = torch.load(run / "ckpt.pt", map_location="cpu", weights_only=True)
+        changed = [k for k in settings if k not in FREE and settings[k] != old["settings"].get(k)]
+        if changed:
+            sys.exit(f"out/{cfg.name}: holds a run with other settings ({', '.join(changed)}); give this one another --name")
+        raw.load_state_dict(old["model"])
+        for e, name in zip(ema, old["ema"]):
+            e.copy_(old["ema"][name])
+        for opt, state in zip(opts, old["optimizers"]):
+            opt.load_state_dict(state)
+        start = old["step"]
+        if start >= cfg.steps:
+            sys.exit(print(f"out/{cfg.name}: finished at step {start}; more --steps go on, another --name starts anew"))
+    run.mkdir(parents=True, exist_ok=True)
+
+    net = torch.compile(raw, dynamic=False) if cfg.compile and compiler_works(device) else raw
+    ddp = DistributedDataParallel(net) if world > 1 else net
+
+    def batch(rows, rng):
+        """(ids, x, draws) of some rows: tokens (B, L), clean embeddings (B, L, E), and the step's noise."""
+        ids = torch.from_numpy(rows.astype(np.int64)).to(device)
+        with torch.no_grad(), autocast(device, cfg.bf16):
+            x = encoder(input_ids=ids).last_hidden_state.float()
+        x = (x - x_mean) / x_std
+        return x, ids, draw(*x.shape, n_dec, cfg, rng)
+
+    def batch_losses(model, rows, rng):
+        x, ids, draws = batch(rows, rng)
+        with autocast(device, cfg.bf16):
+            return losses(model, x, ids, n_dec, n_sc, **draws, noise_scale=cfg.noise_scale, decode_noise=cfg.decode_noise)
+
+    def swap_ema():
+        for p, e in zip(params, ema):
+            p.data, e.data = e.data, p.data
+
+    @torch.no_grad()
+    def validate():
+        """MSE of the plain rows and CE, of the EMA weights, on the same rows with the same noise every time."""
+        total, count = np.zeros(2), -(-min(cfg.val_rows, len(val_rows)) // B)
+        for i in range(count):
+            mse, ce = batch_losses(net, val_rows[np.arange(i * B, (i + 1) * B) % len(val_rows)], seeded(1234, i, device=device))
+            total += [mse[n_sc:].mean().item(), ce.mean().item()]
+        return dict(zip(("val_mse", "val_ce"), (total / count).round(5).tolist()))
+
+    def show_samples():
+        tokens = sample(raw, cfg.sample_rows, cfg.length, noise_scale=cfg.noise_scale, seed=cfg.seed)
+        return [to_text(tokenizer, row) for row in tokens]
+
+    if rank == 0:
+        print(f"{sum(p.numel() for p in params):,} parameters, {len(train_rows):,} training rows of {cfg.length} "
+              f"({meta['fingerprint']}), {cfg.steps} steps of {cfg.batch_size} rows, {device.type}")
+    log = open(run / "log.jsonl", "a") if rank == 0 else None
+    bar = tqdm(total=cfg.steps, initial=start, disable=rank > 0, dynamic_ncols=True)
+    clock, clock_step = time.time(), start
+    for step in range(start, cfg.steps):
+        rows = batch_rows(len(train_rows), step, cfg.batch_size, cfg.seed)
+        parts = np.zeros(2)
+        for micro in range(cfg.accum):
+            first = (rank * cfg.accum + micro) * B
+            last = micro == cfg.accum - 1
+            with ddp.no_sync() if world > 1 and not last else nullcontext():
+                mse, ce = batch_losses(ddp, train_rows[rows[first:first + B]], seeded(cfg.seed, step, rank, micro, device=device))
+                (objective(mse, ce, n_sc, cfg) / cfg.accum).backward()
+            done = step + 1
+        torch.nn.utils.clip_grad_norm_(params, cfg.clip)
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = cfg.lr * min(1, done / max(1, cfg.warmup))
+            opt.step()
+            opt.zero_grad()
+        torch._foreach_lerp_(ema, [p.detach() for p in params], 1 - min(cfg.ema, done / (done + 9)))
+        bar.update()
+
+        if rank > 0:
+            continue
+        entry = {}
+        if done % cfg.log_interval == 0 or done == cfg.steps:
+            rate = (done - clock_step) * cfg.batch_size * cfg.length / (time.time() - clock)
+            clock, clock_step = time.time(), done
+            entry = dict(loss=objective(mse, ce, n_sc, cfg).item(), mse=mse.mean().item(), ce=ce.mean().item(), tokens_per_s=rate)
+            bar.set_postfix_str(f"loss {entry['loss']:.3f} mse {entry['mse']:.3f} ce {entry['ce']:.3f} {rate:,.0f} tok/s")
+        if done % cfg.val_interval == 0 or done == cfg.steps:
+            swap_ema()
+            entry |= validate()
+            swap_ema()
+            bar.write(f"step {done}: val mse {entry['val_mse']:.4f}, val ce {entry['val_ce']:.4f}")
+        if done % cfg.sample_interval == 0 or done == cfg.steps:
+            swap_ema()
+            entry["samples"] = show_samples()
+            swap_ema()
+            bar.write("\n".join(f"  | {text}" for text in entry["samples"]))
+        if entry:
+            print(json.dumps(dict(step=done) | entry), file=log, flush=True)
+        if done % cfg.save_interval == 0 or done == cfg.steps:
+            names = [name for name, _ in raw.named_parameters()]
+            save(run / "ckpt.pt", dict(elf_config=asdict(elf_config), settings=settings, step=done, model=raw.state_dict(),
+                                       ema=dict(zip(names, ema)), optimizers=[o.state_dict() for o in opts]))
+    bar.close()
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
