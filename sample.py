@@ -79,7 +79,8 @@ def sample(model, n, length, steps=32, gamma=1.5, w=3.0, seed=0, schedule="logit
 
             def stepped(t, x_pred):
                 bar.update(len(rngs))
-                on_step(t, x_pred)
+                if first == 0:
+                    on_step(t, x_pred)
 
             with autocast(device):
                 z = flow(model, noise(), grid, noise, gamma, w, stepped)

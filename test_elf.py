@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import train
-from model import ELF, PREFIX, PRESETS, ELFConfig, load, rotary_table, rotate
-from sample import decode, flow, sample, seeded, time_grid
+from data.docs import prepare
+from model import ELF, PREFIX, PRESETS, ELFConfig, load, load_encoder, load_tokenizer, rotary_table, rotate
+from sample import decode, flow, sample, seeded, time_grid, to_text
+from sample import main as sample_main
 
 ROOT = Path(__file__).resolve().parent
 TINY = dict(depth=2, dim=32, heads=2, embed_dim=16, vocab_size=24, bottleneck=8)
@@ -61,12 +63,17 @@ def golden_weights():
 
 
 @pytest.fixture(scope="session")
-def golden(tmp_path_factory):
-    """The golden network, by way of a file in the reference's format."""
+def golden_file(tmp_path_factory):
+    """The golden weights as a file in the reference's format."""
     file = tmp_path_factory.mktemp("reference") / "checkpoint_5"
     params = {"_orig_mod." + k: v for k, v in golden_weights().items()}
     torch.save({"params": {k: v + 1 for k, v in params.items()}, "ema_params1": params, "opt_state": {}, "step": 5, "epoch": 0}, file)
-    model, settings = load(file)
+    return file
+
+
+@pytest.fixture(scope="session")
+def golden(golden_file):
+    model, settings = load(golden_file)
     assert settings["encoder"] == "t5-small" and settings["length"] == 1024 and settings["noise_scale"] == 2.0
     return model
 
@@ -284,3 +291,291 @@ def test_samples_do_not_depend_on_chunks_and_repeat(golden):
 def test_rows_have_their_own_noise():
     a, b = (torch.randn(3, generator=seeded(0, i)) for i in (0, 1))
     assert not torch.equal(a, b) and torch.equal(a, torch.randn(3, generator=seeded(0, 0)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data and training, on a made-up package
+
+def prose_module(n=400):
+    """A Python file whose docstrings hold n paragraphs of prose, and things that are not prose."""
+    verbs, nouns = ["Return", "Build", "Read", "Close", "Sort"], ["the file", "a list", "every row", "the model", "one token"]
+    places = ["in the folder", "of the user", "for the test", "at the end", "from memory", "with care", "by hand", "on disk"]
+    texts = [f"{v} {n1} and {n2} {p}." for v in verbs for n1 in nouns for n2 in nouns for p in places][:n]
+    body = "\n\n".join(f'def f{i}():\n    """{text}\n\n    Args:\n        x: not prose\n\n    >>> f{i}(x_{i})\n    {i}\n    """'
+                       for i, text in enumerate(texts))
+    return f'"""A module that is made up for the tests of this project."""\n\n{body}\n', texts
+
+
+@pytest.fixture(scope="session")
+def docs(tmp_path_factory):
+    """data/docs/prepare.py on that package: (its folder, the texts)."""
+    folder = tmp_path_factory.mktemp("docs")
+    source, texts = prose_module()
+    (folder / "package.py").write_text(source)
+    (folder / "broken.py").write_text("def (:")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in dict(HERE=folder, LENGTH=40, VOCAB_SIZE=80, MIN_PARAGRAPHS=10, source_files=lambda: sorted(folder.glob("*.py")),
+                                ENCODER=dict(width=16, layers=1, heads=2, steps=30)).items():
+            patch.setattr(prepare, name, value)
+        prepare.main()
+    return folder, texts
+
+
+def test_docs_pipeline(docs):
+    folder, texts = docs
+    meta = json.loads((folder / "meta.json").read_text())
+    tokenizer, encoder = load_tokenizer(folder / "t5"), load_encoder(folder / "t5")
+    rows = np.concatenate([np.fromfile(folder / f"{side}.bin", dtype=meta["dtype"]).reshape(-1, 40) for side in ("train", "val")])
+    assert (meta["train_rows"], meta["val_rows"]) == (len(rows) - meta["val_rows"], meta["val_rows"]) and meta["val_rows"] > 5
+    back = {to_text(tokenizer, row) for row in rows}
+    assert back == set(texts) | {"A module that is made up for the tests of this project."}     # every paragraph, and nothing else
+    assert (rows[:, -1] == 1).all() and encoder.config.d_model == len(meta["x_std"]) == 16 and tokenizer.pad_token_id == 0
+    x = encoder(input_ids=torch.from_numpy(rows[:100].astype(np.int64))).last_hidden_state
+    assert torch.isfinite(x).all() and x.std() > 0.01
+
+
+def test_prose_filter():
+    prose = prepare.prose
+    assert prose("Return the :class:`~torch.Tensor` of\nthe ``model``.") == "Return the torch.Tensor of the model."
+    assert prose("Load [`Trainer`](https://x.y) from the **given** file.") == "Load Trainer from the given file."
+    for block in (">>> f(x)", "Args:\n    x: a number.", "| a | b |", ".. note:: Read this first.", "- one item of a list.", "x = y + 1",
+                  "lower case is not a sentence.", "No full stop at the end", "Short.", "Parameters: the list of them all."):
+        assert prose(block) is None, block
+
+
+SMALL = ["--length=40", "--dim=32", "--depth=2", "--heads=2", "--bottleneck=16", "--batch_size=10", "--warmup=5", "--val_interval=20",
+         "--val_rows=20", "--sample_interval=20", "--save_interval=10", "--log_interval=5", "--compile=false", "--bf16=false", "--device=cpu"]
+
+
+def small(folder, run, *more):
+    return [str(ROOT / "config/docs.py"), f"--data={folder}", f"--encoder={folder}/t5", "--prepare=", f"--name={run}", *SMALL, *more]
+
+
+@pytest.fixture(scope="session")
+def run(docs, tmp_path_factory):
+    """A finished tiny run of train.py."""
+    folder = tmp_path_factory.mktemp("out") / "run"
+    train.main(small(docs[0], folder, "--steps=40"))
+    return folder
+
+
+def records(run):
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def test_training_learns_logs_and_saves(run):
+    log = records(run)
+    assert [r["step"] for r in log] == list(range(5, 45, 5)) and log[-1]["loss"] < log[0]["loss"]
+    vals = [r for r in log if "val_ce" in r]
+    assert [r["step"] for r in vals] == [20, 40] and vals[1]["val_ce"] < vals[0]["val_ce"] and len(vals[1]["samples"]) == 4
+    model, settings = load(run)
+    content = torch.load(run / "ckpt.pt", weights_only=True)
+    assert settings["length"] == 40 and torch.equal(model.in_proj.weight, content["ema"]["in_proj.weight"])
+    assert not torch.equal(content["ema"]["in_proj.weight"], content["model"]["in_proj.weight"])
+    assert list(run.glob("*.tmp")) == []
+
+
+def test_interrupted_run_ends_as_an_uninterrupted_one(run, docs, tmp_path):
+    train.main(small(docs[0], tmp_path / "run", "--steps=20"))
+    train.main(small(docs[0], tmp_path / "run", "--steps=40"))
+    a, b = (torch.load(r / "ckpt.pt", weights_only=True) for r in (run, tmp_path / "run"))
+    assert all(torch.equal(a[part][k], b[part][k]) for part in ("model", "ema") for k in a[part])
+    before = (run / "ckpt.pt").read_bytes()
+    with pytest.raises(SystemExit, match="other settings.*lr"):
+        train.main(small(docs[0], run, "--steps=50", "--lr=0.1"))
+    with pytest.raises(SystemExit) as finished:
+        train.main(small(docs[0], run, "--steps=40"))
+    assert not finished.value.code and (run / "ckpt.pt").read_bytes() == before
+
+
+def test_ema_warms_up(docs, tmp_path, run):
+    """After n steps of decay min(0.9999, (1 + n) / (10 + n)), the weights' average is theirs; recomputed from every step."""
+    ema, decay = None, lambda n: min(0.9999, (1 + n) / (10 + n))
+    model = {}
+    for steps in (1, 2, 3):
+        train.main(small(docs[0], tmp_path / "run", f"--steps={steps}"))
+        content = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)
+        if steps == 1:
+            torch.manual_seed(0)
+            ema = ELF(ELFConfig(**content["elf_config"])).state_dict()
+        ema = {k: decay(steps - 1) * e + (1 - decay(steps - 1)) * content["model"][k] for k, e in ema.items()}
+        for k, e in ema.items():
+            assert torch.allclose(content["ema"][k], e, atol=1e-6), (steps, k)
+
+
+def test_epochs_visit_every_row_once():
+    seen = np.concatenate([train.batch_rows(10, step, 4, seed=3) for step in range(5)])
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10)) and list(seen[:10]) != list(seen[10:])
+    assert np.array_equal(train.batch_rows(10, 3, 4, seed=3), train.batch_rows(10, 3, 4, seed=3))
+
+
+def worker(rank, world, model_file, folder):
+    """One of `world` processes: its share of every kind of row, gradients averaged by DDP."""
+    if world > 1:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    torch.set_num_threads(1)
+    model, _ = load(model_file)
+    net = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    cfg, rows = train.Config(), []
+    for first, count in ((0, 4), (4, 8), (12, 8)):  # decode, self-conditioned, plain rows of the global batch of 20
+        rows += range(first + rank * count // world, first + (rank + 1) * count // world)
+    x, ids = torch.randn(20, L, E, generator=seeded(1))[rows], torch.randint(V, (20, L), generator=seeded(2))[rows]
+    n_dec, n_sc = train.kinds(len(rows), cfg)
+    r = draws(20, 4, cfg, seed=3)
+    r = {k: v[rows[:n_dec] if k == "p" else rows] for k, v in r.items()}
+    mse, ce = train.losses(net, x, ids, n_dec, n_sc, **r, noise_scale=2.0, decode_noise=5.0)
+    loss = train.objective(mse, ce, n_sc, cfg)
+    loss.backward()
+    torch.save([loss.detach(), *(p.grad for p in model.parameters())], f"{folder}/{world}.{rank}")
+    if world > 1:
+        torch.distributed.destroy_process_group()
+
+
+def test_two_processes_equal_one(golden_file, tmp_path):
+    worker(0, 1, golden_file, tmp_path)
+    torch.multiprocessing.spawn(worker, (2, golden_file, tmp_path), nprocs=2)
+    one, a, b = (torch.load(tmp_path / f, weights_only=True) for f in ("1.0", "2.0", "2.1"))
+    assert torch.allclose(one[0], (a[0] + b[0]) / 2, rtol=1e-5)
+    for g1, ga, gb in zip(one[1:], a[1:], b[1:]):
+        assert torch.equal(ga, gb) and torch.allclose(g1, ga, rtol=1e-5, atol=1e-5 * g1.abs().max().item())
+
+
+def test_torchrun(docs, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"),
+               *small(docs[0], tmp_path / "run", "--steps=4", "--batch_size=20", "--accum=2", "--val_interval=4")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert records(tmp_path / "run")[-1]["step"] == 4 and load(tmp_path / "run")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sample.py as a program
+
+def test_sample_program(run, tmp_path, capsys):
+    out = tmp_path / "samples.jsonl"
+    sample_main(["--ckpt", str(run), "--n", "3", "--steps", "4", "--seed", "7", "--out", str(out)])
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 3 and lines[0]["seed"] == 7 and lines[0]["steps"] == 4 and lines[0]["ckpt"] == str(run)
+    capsys.readouterr()
+    sample_main(["--ckpt", str(run), "--n", "3", "--steps", "4", "--seed", "7", "--trace"])
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[4:] == [line["text"] for line in lines]                   # seeds repeat, --out or not
+    assert [line[:4] for line in shown.out.splitlines()[:4]] == ["t = "] * 4
+    with pytest.raises(SystemExit, match="exists already"):
+        sample_main(["--ckpt", str(run), "--out", str(out)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# mistakes: one line each, naming the thing, the value and the way out
+
+@pytest.mark.parametrize("argv, says", [
+    (["--stepz=3"], "stepz: no such setting; did you mean steps"),
+    (["--steps=many"], "--steps=many: must be int"),
+    (["--steps=2.5"], "--steps=2.5: must be int"),
+    (["--compile=perhaps"], "--compile=perhaps: must be bool"),
+    (["--steps"], "--steps: has no value"),
+    (["--steps=0"], "steps = 0: must be greater than 0"),
+    (["--lr=nan"], "lr = nan: must be greater than 0"),
+    (["steps"], "steps: no such config file"),
+    (["--steps=5", "stray"], "stray: expected --key=value"),
+    (["no/such.py"], "no/such.py: no such config file; there are: config/docs.py"),
+    (["--batch_size=7", "--accum=2"], "batch_size = 7: not a multiple"),
+    (["--batch_size=2"], "too few"),
+    (["--device=abacus"], "device = abacus: not usable here"),
+    (["--data=nowhere", "--prepare="], "nowhere: no meta.json there; make the data first"),
+    (["--decode_share=0.9"], "decode_share"),
+])
+def test_config_errors(argv, says):
+    with pytest.raises(SystemExit) as stop:
+        train.main(argv)
+    assert says in str(stop.value) and "\n" not in str(stop.value)
+
+
+@pytest.mark.parametrize("text, says", [
+    ("steps = '5'", "steps = '5': must be int, not str"), ("steps = True", "steps = True: must be int, not bool"),
+    ("learning_rate = 1", "learning_rate: no such setting"), ("steps = = 5", "SyntaxError"), ("steps = 1 / 0", "ZeroDivisionError")])
+def test_config_file_errors(text, says, tmp_path):
+    (tmp_path / "c.py").write_text(text)
+    with pytest.raises(SystemExit, match=says):
+        train.configure([str(tmp_path / "c.py")])
+
+
+def test_config_overrides(tmp_path):
+    (tmp_path / "c.py").write_text("steps = 5\nlr = 1\n")
+    cfg = train.configure([str(tmp_path / "c.py"), "--steps", "1_000", "--batch-size=64", "--compile=False"])
+    assert (cfg.steps, cfg.lr, cfg.batch_size, cfg.compile) == (1000, 1.0, 64, False)
+    for file in sorted(ROOT.glob("config/*.py")):
+        train.configure([str(file)])
+    for name, preset in (("owt_b", "B"), ("owt_m", "M"), ("owt_l", "L")):
+        cfg = train.configure([str(ROOT / f"config/{name}.py")])
+        assert (cfg.depth, cfg.dim, cfg.heads, cfg.bottleneck) == tuple(
+            getattr(PRESETS[preset], k) for k in ("depth", "dim", "heads", "bottleneck"))
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+def broken_files(folder):
+    weights = golden_weights()
+    cases = {"empty": b"", "text": b"hello", "number": 5, "list": [weights],
+             "missing": {k: v for k, v in weights.items() if k != "blocks.1.attn.qkv.bias"},
+             "unexpected": weights | {"extra.weight": torch.ones(2)},
+             "shape": weights | {"blocks.1.attn.qkv.bias": torch.ones(7)}, "malicious": weights | {"step": Malicious()}}
+    for name, content in cases.items():
+        if isinstance(content, bytes):
+            (folder / name).write_bytes(content)
+        else:
+            torch.save(content, folder / name)
+    return cases
+
+
+def test_bad_checkpoints_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in broken_files(tmp_path):
+        with pytest.raises(SystemExit) as stop:
+            load(tmp_path / name)
+        assert str(tmp_path / name) in str(stop.value) and "\n" not in str(stop.value)
+    assert not (tmp_path / "pwned").exists()
+    with pytest.raises(SystemExit, match="no such file"):
+        load(tmp_path / "nothing.pt")
+    with pytest.raises(SystemExit, match="holds no ckpt.pt"):
+        (tmp_path / "folder").mkdir()
+        load(tmp_path / "folder")
+
+
+def test_bare_state_dict_loads(tmp_path, golden):
+    torch.save(golden_weights(), tmp_path / "ckpt.pt")
+    model, _ = load(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), golden.state_dict().values()))
+
+
+def test_hub_repo(tmp_path, monkeypatch, golden):
+    """A repo id goes to huggingface_hub, which answers with a folder; offline, one line."""
+    import huggingface_hub
+    (tmp_path / "checkpoint_95000").write_bytes(b"older")
+    torch.save({"params": golden_weights(), "step": 100_000}, tmp_path / "checkpoint_100000")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, allow_patterns: str(tmp_path))
+    assert torch.equal(load("embedded-language-flows/ELF-B-owt-torch")[0].in_proj.weight, golden.in_proj.weight)
+
+    def offline(repo, allow_patterns):
+        raise OSError("no network")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(SystemExit, match="embedded-language-flows/ELF-B-owt-torch: .*check the name and the network"):
+        load("embedded-language-flows/ELF-B-owt-torch")
+
+
+@pytest.mark.parametrize("argv, says", [(["--steps", "0"], "--steps 0"), (["--w", "-1"], "--w -1"), (["--gamma", "x"], "gamma"),
+                                        (["--schedule", "cosine"], "cosine"), (["--ckpt", "nowhere.pt"], "nowhere.pt: no such file")])
+def test_sample_errors(argv, says, capsys):
+    with pytest.raises(SystemExit) as stop:
+        sample_main(argv)
+    assert says in str(stop.value) + capsys.readouterr().err
+
+
+def test_no_run_yet(monkeypatch, tmp_path):
+    import sample as module
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "sample.py"))
+    with pytest.raises(SystemExit, match="no run under out/ yet: train one"):
+        sample_main([])

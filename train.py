@@ -110,10 +110,14 @@ def configure(argv):
         elif type(value) is not types[key]:
             sys.exit(f"{key} = {value!r}: must be {types[key].__name__}, not {type(value).__name__}")
     cfg = Config(**given)
-    for key in ("length", "depth", "dim", "heads", "bottleneck", "steps", "batch_size", "accum", "log_interval", "val_interval",
-                "val_rows", "sample_interval", "sample_rows", "save_interval", "lr", "clip", "noise_scale", "w_min"):
-        if not getattr(cfg, key) > 0:
-            sys.exit(f"{key} = {getattr(cfg, key)}: must be greater than 0")
+    may_be_zero = {"seed", "warmup", "ema", "t_mean", "decode_mean", "t_std", "decode_std", "decode_noise"}
+    for key, value in asdict(cfg).items():
+        if types[key] in (int, float) and not (0 < value < 1e12 or key in may_be_zero and (value == 0 or "mean" in key)):
+            sys.exit(f"{key} = {value}: must be greater than 0")
+    if cfg.decode_share + cfg.self_cond_share >= 1:
+        sys.exit(f"decode_share + self_cond_share = {cfg.decode_share + cfg.self_cond_share:g}: must leave room for plain rows, below 1")
+    if cfg.ema >= 1 or cfg.w_max < cfg.w_min:
+        sys.exit(f"ema = {cfg.ema}, w_min = {cfg.w_min}, w_max = {cfg.w_max}: ema must be below 1, w_max at least w_min")
     return cfg
 
 
@@ -278,7 +282,7 @@ def main(argv=None):
         old = torch.load(run / "ckpt.pt", map_location="cpu", weights_only=True)
         changed = [k for k in settings if k not in FREE and settings[k] != old["settings"].get(k)]
         if changed:
-            sys.exit(f"out/{cfg.name}: holds a run with other settings ({', '.join(changed)}); give this one another --name")
+            sys.exit(f"{run}: holds a run with other settings ({', '.join(changed)}); give this one another --name")
         raw.load_state_dict(old["model"])
         for e, name in zip(ema, old["ema"]):
             e.copy_(old["ema"][name])
@@ -286,7 +290,8 @@ def main(argv=None):
             opt.load_state_dict(state)
         start = old["step"]
         if start >= cfg.steps:
-            sys.exit(print(f"out/{cfg.name}: finished at step {start}; more --steps go on, another --name starts anew"))
+            print(f"{run}: finished at step {start}; more --steps go on from there, another --name starts anew")
+            sys.exit()
     run.mkdir(parents=True, exist_ok=True)
 
     net = torch.compile(raw, dynamic=False) if cfg.compile and compiler_works(device) else raw

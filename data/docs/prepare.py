@@ -34,6 +34,7 @@ PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "
 LENGTH = 32            # tokens a row, </s> included; longer paragraphs are dropped, not cut
 VOCAB_SIZE = 4096
 VAL_SHARE = 0.05
+MIN_PARAGRAPHS = 1000
 ENCODER = dict(width=64, layers=4, heads=4, steps=4000)
 
 # Prose is a capital letter, then words and light punctuation, then a full stop.
@@ -101,7 +102,7 @@ def corpus(files):
 
 def main():
     train_texts, val_texts, fingerprint = corpus(list(source_files()))
-    if len(train_texts) < 1000:
+    if len(train_texts) < MIN_PARAGRAPHS:
         sys.exit(f"{len(train_texts)} paragraphs found: too few to learn from; install the packages of requirements.txt")
     tokenizer = train_tokenizer(train_texts, VOCAB_SIZE)
     train, val = to_rows(tokenizer, train_texts, LENGTH), to_rows(tokenizer, val_texts, LENGTH)

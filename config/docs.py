@@ -1,0 +1,20 @@
+# The offline default: docstring prose of the installed packages, minutes on 2 CPU cores.
+name = "docs"
+data = "data/docs"
+prepare = "data/docs/prepare.py"
+encoder = "data/docs/t5"
+length = 32
+
+depth = 6
+dim = 192
+heads = 6
+bottleneck = 64
+
+steps = 1800
+batch_size = 64
+lr = 0.002
+warmup = 60
+
+val_interval = 300
+sample_interval = 600
+save_interval = 300
