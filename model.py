@@ -12,7 +12,7 @@ Symbols: B rows, L positions, E embedding channels, d width, V vocabulary. Sizes
 """
 import argparse
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 import sys
 
@@ -21,6 +21,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+ROOT = Path(__file__).resolve().parent  # relative paths of data, encoders and runs start here
 PREFIX = 12  # control tokens before the text: 4 time, 4 guidance scale, 4 mode
 
 
@@ -58,7 +59,7 @@ class Control(nn.Module):
 
     def __init__(self, dim):
         super().__init__()
-        self.tokens = nn.Parameter(torch.zeros(1, 4, dim))
+        self.tokens = nn.Parameter(0.02 * torch.randn(1, 4, dim))
         self.mlp = nn.Sequential(nn.Linear(256, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def forward(self, s):
@@ -136,7 +137,7 @@ class ELF(nn.Module):
                                         nn.Linear(c.bottleneck, c.dim))
         self.time = Control(c.dim)
         self.scale = Control(c.dim)
-        self.mode_tokens = nn.Parameter(torch.zeros(1, 4, c.dim))
+        self.mode_tokens = nn.Parameter(0.02 * torch.randn(1, 4, c.dim))
         self.blocks = nn.ModuleList(Block(c.dim, c.heads) for _ in range(c.depth))
         self.denoise = nn.Sequential(RMSNorm(c.dim), nn.Linear(c.dim, c.embed_dim))
         self.unembed = nn.Sequential(nn.Linear(c.dim, c.embed_dim), nn.GELU(approximate="tanh"),
@@ -146,10 +147,9 @@ class ELF(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for control in (self.time, self.scale):
-            for p in (control.tokens, control.mlp[0].weight, control.mlp[2].weight):
-                nn.init.normal_(p, std=0.02)
-        nn.init.normal_(self.mode_tokens, std=0.02)
+        for mlp in (self.time.mlp, self.scale.mlp):
+            nn.init.normal_(mlp[0].weight, std=0.02)
+            nn.init.normal_(mlp[2].weight, std=0.02)
         nn.init.zeros_(self.denoise[1].weight)  # the first prediction is x_pred = 0, the mean of the data
 
     def forward(self, z, x_sc, t, w, n_decode=0):
@@ -186,8 +186,10 @@ REFERENCE_NAMES = [  # the reference's parameter names -> ours
     (r"^proj_kernel$", "unembed.0.weight"), (r"^proj_bias$", "unembed.0.bias"),
     (r"^unembed_kernel$", "unembed.2.weight"), (r"^unembed_bias$", "unembed.2.bias"),
 ]
-HARMLESS = [argparse.Namespace, np.dtype, np.ndarray, np._core.multiarray.scalar, np._core.multiarray._reconstruct,
-            *{type(np.dtype(k)) for k in "?bhilBHILefd"}]  # besides tensors: settings and numbers, no code
+# What such files hold besides tensors: settings and numbers, no code. Old and new numpy name the last two differently.
+HARMLESS = [argparse.Namespace, np.dtype, np.ndarray, *{type(np.dtype(k)) for k in "?bhilBHILefd"},
+            *[(f, f"numpy.{core}.multiarray.{f.__name__}") for core in ("core", "_core")
+              for f in (np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0])]]
 
 
 def find(source):
@@ -281,15 +283,15 @@ def autocast(device, wanted=True):
 
 def local_or_repo(name):
     """A folder relative to this repository where there is one, else the name as it is, for the Hugging Face hub."""
-    folder = Path(__file__).resolve().parent / name
-    return str(folder) if folder.is_dir() else name
+    return str(ROOT / name) if (ROOT / name).is_dir() else str(name)
 
 
-def from_pretrained(kind, name):
+def from_pretrained(kind, name, what="encoder"):
+    """kind.from_pretrained(name), or one line that says why not."""
     try:
         return kind.from_pretrained(local_or_repo(name))
     except Exception as e:
-        sys.exit(f"encoder = {name}: neither a folder here nor fetched from the Hugging Face hub ({type(e).__name__}); "
+        sys.exit(f"{what} = {name}: neither a folder here nor fetched from the Hugging Face hub ({type(e).__name__}); "
                  "check the name and the network")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from model import autocast, load, load_tokenizer, pick_device
+from model import ROOT, autocast, load, load_tokenizer, pick_device
 
 
 def seeded(*numbers, device="cpu"):
@@ -95,7 +95,7 @@ def to_text(tokenizer, row):
 
 
 def newest_run():
-    runs = sorted((Path(__file__).resolve().parent / "out").glob("*/ckpt.pt"), key=lambda f: f.stat().st_mtime)
+    runs = sorted((ROOT / "out").glob("*/ckpt.pt"), key=lambda f: f.stat().st_mtime)
     if not runs:
         sys.exit("no run under out/ yet: train one with `python train.py`, "
                  "or name released weights: --ckpt embedded-language-flows/ELF-B-owt-torch")
@@ -142,7 +142,7 @@ def main(argv=None):
     print(f"{args.n * length / seconds:,.0f} tokens/s", file=sys.stderr)
     texts = [to_text(tokenizer, row) for row in tokens]
     if args.out:
-        lines = [json.dumps(dict(text=text, index=i, ckpt=ckpt, length=length, **used), ensure_ascii=False) for i, text in enumerate(texts)]
+        lines = [json.dumps(dict(text=text, index=i, ckpt=ckpt, data=settings.get("data"), length=length, **used), ensure_ascii=False) for i, text in enumerate(texts)]
         temporary = Path(args.out + ".tmp")
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
         temporary.rename(args.out)

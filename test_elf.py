@@ -1,6 +1,9 @@
 """The tests. Golden numbers were computed once with the reference implementation, in float32."""
+import argparse
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import data.common
+import eval as evaluate
 import train
 from data.docs import prepare
 from model import ELF, PREFIX, PRESETS, ELFConfig, load, load_encoder, load_tokenizer, rotary_table, rotate
@@ -67,7 +72,8 @@ def golden_file(tmp_path_factory):
     """The golden weights as a file in the reference's format."""
     file = tmp_path_factory.mktemp("reference") / "checkpoint_5"
     params = {"_orig_mod." + k: v for k, v in golden_weights().items()}
-    torch.save({"params": {k: v + 1 for k, v in params.items()}, "ema_params1": params, "opt_state": {}, "step": 5, "epoch": 0}, file)
+    torch.save({"params": {k: v + 1 for k, v in params.items()}, "ema_params1": params, "opt_state": {"args": argparse.Namespace(lr=np.float64(0.002)), "order": np.arange(3)},
+                "step": np.int64(5), "epoch": 0}, file)
     return file
 
 
@@ -317,7 +323,7 @@ def docs(tmp_path_factory):
         for name, value in dict(HERE=folder, LENGTH=40, VOCAB_SIZE=80, MIN_PARAGRAPHS=10, source_files=lambda: sorted(folder.glob("*.py")),
                                 ENCODER=dict(width=16, layers=1, heads=2, steps=30)).items():
             patch.setattr(prepare, name, value)
-        prepare.main()
+        prepare.main([])
     return folder, texts
 
 
@@ -576,6 +582,103 @@ def test_sample_errors(argv, says, capsys):
 
 def test_no_run_yet(monkeypatch, tmp_path):
     import sample as module
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "sample.py"))
+    monkeypatch.setattr(module, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match="no run under out/ yet: train one"):
         sample_main([])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the README
+
+def test_readme_points_at_the_right_lines():
+    """Each `code` beside a link file.py#Lnn in the README's table stands in that line."""
+    rows = re.findall(r"\[(\w+\.py):(\d+)\]\(\1#L\2\) `([^`]+)`", (ROOT / "README.md").read_text())
+    assert len(rows) >= 10
+    for file, line, code in rows:
+        assert code in (ROOT / file).read_text().splitlines()[int(line) - 1], (file, line, code)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# eval.py
+
+@pytest.fixture(scope="session")
+def scorer(docs):
+    """A tiny random GPT-2 with the tokenizer of the made-up corpus, as data/docs/prepare.py --scorer would leave it."""
+    model = data.common.train_scorer(np.fromfile(docs[0] / "train.bin", dtype=np.uint16).reshape(-1, 40), 80, steps=3, width=16, layers=1,
+                                     heads=2)
+    model.save_pretrained(docs[0] / "scorer")
+    load_tokenizer(docs[0] / "t5").save_pretrained(docs[0] / "scorer")
+    return model
+
+
+def test_gen_ppl_is_the_loop_written_by_hand(scorer):
+    rows = [[5, 6, 7], [9], [], [4] * 40, list(range(4, 54)), [8, 9, 10, 11, 12]]
+    total, count = 0.0, 0
+    for row in rows:
+        if row:
+            row = row[:40] if len(row) >= 40 else row + [1]
+            logp = scorer(input_ids=torch.tensor([row])).logits[0].log_softmax(-1)
+            for i in range(1, len(row)):
+                total, count = total - logp[i - 1, row[i]].item(), count + 1
+    for positions in (1, 80, 8192):  # batches of one, of some, of all
+        assert abs(evaluate.gen_ppl(scorer, rows, 1, 40, positions, bf16=False) / math.exp(total / count) - 1) < 1e-5
+
+
+def test_uniform_scorer_has_the_vocabulary_as_perplexity(scorer):
+    class Uniform:
+        device = torch.device("cpu")
+        def __call__(self, input_ids):  # noqa: E301
+            return argparse.Namespace(logits=torch.zeros(*input_ids.shape, 77))
+    assert abs(evaluate.gen_ppl(Uniform(), [[3, 4], [5]], 1, 40) - 77) < 1e-3
+
+
+def test_figures_of_known_rows():
+    assert evaluate.entropy([7, 7, 7]) == 0 and abs(evaluate.entropy([1, 2, 3, 4]) - math.log(4)) < 1e-9
+    assert abs(evaluate.entropy([1, 1, 1, 2]) - (0.75 * math.log(4 / 3) + 0.25 * math.log(4))) < 1e-9
+    assert evaluate.repetition([1, 2, 3, 4, 5] * 3) == (True, 1.0) and evaluate.repetition([1, 2, 3, 4, 5, 9] * 2) == (False, 0.0)
+    assert evaluate.repetition([1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5, 8, 1, 2, 3, 4, 5, 7]) == (True, 15 / 18)
+    assert evaluate.distinct([[1, 2, 1], [2, 1]], 1) == 2 / 5 and evaluate.distinct([[1, 2, 1], [2, 1]], 2) == 2 / 3
+
+
+def test_copying_is_seen():
+    train_ids = np.random.default_rng(0).integers(4, 4000, 1000).astype(np.uint16)
+    long, short = train_ids[100:140].tolist(), train_ids[500:505].tolist()
+    rows = [long, short, long[:20] + [1] + long[21:], short[::-1], [], train_ids[298:331].tolist()]
+    assert evaluate.copied(rows, train_ids) == evaluate.copied(rows, train_ids, block=7) == 3 / 6
+
+
+def test_bleu_and_rouge_are_the_libraries(monkeypatch):
+    sacrebleu = pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
+    rouge = pytest.importorskip("rouge_score.rouge_scorer", reason="rouge-score is not installed")
+    texts, references = ["The cats sat on a mat.", "Hello"], ["the cat sat on the mat.", "hello there"]
+    figures = evaluate.bleu_rouge(texts, references)
+    assert figures["BLEU"] == sacrebleu.corpus_bleu(texts, [references], lowercase=True, use_effective_order=True).score
+    one = rouge.RougeScorer(["rouge2"], use_stemmer=True)
+    assert abs(figures["rouge2"] - 50 * sum(one.score(r, t)["rouge2"].fmeasure for r, t in zip(references, texts))) < 1e-9
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(SystemExit, match="pip install sacrebleu rouge-score"):
+        evaluate.bleu_rouge(texts, references)
+
+
+def test_eval_program(scorer, run, docs, tmp_path, capsys):
+    results = tmp_path / "results.jsonl"
+    common = ["--ckpt", str(run), "--n", "6", "--results", str(results)]
+    evaluate.main([*common, "--real", "15"])
+    evaluate.main([*common, "--ar", "--seeds", "2"])
+    out = tmp_path / "s.jsonl"
+    texts = docs[1][:3] + [""]
+    out.write_text("".join(json.dumps(dict(text=text, ckpt=str(run), data=str(docs[0]))) + "\n" for text in texts))
+    evaluate.main([str(out), "--results", str(results)])
+    real, ar, file = [json.loads(line) for line in results.read_text().splitlines()]
+    assert real["real"] == 15 and real["samples"] == 15 and math.isfinite(real["gen_ppl"])
+    assert ar["seeds"] == 2 and "gen_ppl" not in ar and ar["tokens_per_s"] > 0 and "±" in capsys.readouterr().out
+    assert file["empty"] == 1 and file["samples"] == 4 and math.isfinite(file["gen_ppl"]) and file["copied"] >= 0.5
+
+
+@pytest.mark.parametrize("content, says", [('{"text": "a"}\nnope\n', "line 2: not JSON"), ('{"txt": "a"}\n', 'line 1: has no "text"'),
+                                           ("", "holds no samples"), (None, "cannot be read")])
+def test_eval_errors(content, says, tmp_path):
+    if content is not None:
+        (tmp_path / "s.jsonl").write_text(content)
+    with pytest.raises(SystemExit, match=says):
+        evaluate.main([str(tmp_path / "s.jsonl")])

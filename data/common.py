@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from model import autocast
 
@@ -68,6 +68,43 @@ def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, 
         if step % 20 == 0 or step == steps - 1:
             bar.set_postfix_str(f"masked-token loss {loss.item():.3f}")
     return encoder.eval()
+
+
+def train_scorer(rows, vocab_size, steps, width=256, layers=4, heads=4, batch_size=64, lr=1.5e-3, seed=0):
+    """
+    A small GPT-2 of the same tokens, for eval.py. It learns rows up to their first </s>; every other batch has one before the
+    row too, so that it can both score a bare row and begin one by itself.
+    """
+    torch.manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
+    rows = torch.from_numpy(rows.astype(np.int64))
+    L = rows.shape[1]
+    rows = torch.cat([torch.full((len(rows), 1), EOS), rows], dim=1)[:, :L]  # </s> text </s> ...
+    lengths = ((rows[:, 1:] != EOS).sum(1) + 2).clamp(max=L)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, n_positions=L, n_embd=width, n_layer=layers, n_head=heads,
+                                       bos_token_id=EOS, eos_token_id=EOS, attn_pdrop=0.0))
+    opt = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda s: min(1, (s + 1) / 100, (steps - s) / (0.6 * steps)))
+    batches = []
+    for step in (bar := tqdm(range(steps), desc="training the scorer", dynamic_ncols=True)):
+        if not batches:  # rows of like length together: half of the work of mixed ones
+            order = torch.randperm(len(rows), generator=rng)
+            batches = [b for group in order.split(16 * batch_size) for b in group[lengths[group].argsort()].split(batch_size)]
+            batches = [batches[i] for i in torch.randperm(len(batches), generator=rng)]
+        where = batches.pop()
+        ids = rows[where, step % 2:lengths[where].max()]
+        scored = torch.arange(1, ids.shape[1]) + step % 2 < lengths[where, None]
+        with autocast(torch.device("cpu")):
+            logits = model(input_ids=ids).logits[:, :-1]
+        loss = F.cross_entropy(logits[scored].float(), ids[:, 1:][scored])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+        if step % 20 == 0 or step == steps - 1:
+            bar.set_postfix_str(f"loss {loss.item():.3f}")
+    return model.eval()
 
 
 @torch.no_grad()

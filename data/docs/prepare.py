@@ -9,7 +9,8 @@ Source files are read with `ast`; nothing is imported or downloaded. What it mak
 
 Versions of Python and of the packages change the corpus, so figures are quoted with its fingerprint.
 
-    python data/docs/prepare.py        # about 4 minutes on 2 CPU cores; `python train.py` runs it by itself
+    python data/docs/prepare.py            # `python train.py` runs it by itself
+    python data/docs/prepare.py --scorer   # a small GPT-2 of the same text, for eval.py
 """
 import ast
 import hashlib
@@ -28,13 +29,15 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from data.common import EOS, to_rows, train_encoder, train_tokenizer, write_dataset  # noqa: E402
+from data.common import EOS, to_rows, train_encoder, train_scorer, train_tokenizer, write_dataset  # noqa: E402
+from model import load_tokenizer  # noqa: E402
 
 PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "tqdm", "tiktoken"]
 LENGTH = 32            # tokens a row, </s> included; longer paragraphs are dropped, not cut
 VOCAB_SIZE = 4096
 VAL_SHARE = 0.05
 MIN_PARAGRAPHS = 1000
+SCORER_STEPS = 2600
 ENCODER = dict(width=64, layers=4, heads=4, steps=4000)
 
 # Prose is a capital letter, then words and light punctuation, then a full stop.
@@ -100,7 +103,21 @@ def corpus(files):
     return *sides, digest.hexdigest()[:12]
 
 
-def main():
+def make_scorer():
+    """data/docs/scorer: a small GPT-2 trained on train.bin alone, which eval.py uses where gpt2-large cannot be had."""
+    if not (HERE / "meta.json").is_file():
+        sys.exit("data/docs: no meta.json yet; first run: python data/docs/prepare.py")
+    rows = np.fromfile(HERE / "train.bin", dtype=np.uint16).reshape(-1, LENGTH)
+    train_scorer(rows, VOCAB_SIZE, SCORER_STEPS).save_pretrained(HERE / "scorer")
+    load_tokenizer(HERE / "t5").save_pretrained(HERE / "scorer")
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv == ["--scorer"]:
+        return make_scorer()
+    if argv:
+        sys.exit(f"{' '.join(argv)}: prepare.py takes no argument but --scorer")
     train_texts, val_texts, fingerprint = corpus(list(source_files()))
     if len(train_texts) < MIN_PARAGRAPHS:
         sys.exit(f"{len(train_texts)} paragraphs found: too few to learn from; install the packages of requirements.txt")

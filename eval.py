@@ -1,0 +1,254 @@
+"""
+Scores generated text: Gen. PPL and entropy as in Tab. 6 and 7, repetition, diversity, copying, and BLEU or ROUGE.
+
+    python eval.py samples.jsonl                      # what sample.py --out wrote
+    python eval.py --ckpt out/docs --seeds 3          # samples with three seeds and scores: mean ± standard error
+    python eval.py --ckpt out/docs --real 1000        # real validation rows, scored the same way
+    python eval.py --ckpt out/docs --ar               # the scorer writes instead: an autoregressive yardstick
+
+Prints a table and appends one line to results.jsonl.
+"""
+import argparse
+import json
+import math
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from model import ROOT, autocast, from_pretrained, load, load_tokenizer, pick_device
+from sample import newest_run, sample, to_text
+
+
+def load_scorer(name, device):
+    """(causal LM, function text -> token ids, id of its end-of-text token, window in tokens) for a path or repo id."""
+    from transformers import AutoModelForCausalLM
+    model = from_pretrained(AutoModelForCausalLM, name, "scorer").to(device).eval()
+    if name.startswith("gpt2"):
+        import tiktoken
+        try:
+            bpe = tiktoken.get_encoding("gpt2")
+        except Exception as e:
+            sys.exit(f"scorer = {name}: its vocabulary could not be fetched by tiktoken ({type(e).__name__}); check the network")
+        encode, eos = lambda text: bpe.encode(text, allowed_special="all"), bpe.eot_token
+    else:
+        tokenizer = load_tokenizer(name)
+        encode, eos = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
+    return model, encode, eos, min(1024, model.config.max_position_embeddings)
+
+
+@torch.no_grad()
+def gen_ppl(model, rows, eos, window, positions=8192, bf16=True):
+    """
+    exp(total NLL / total tokens) over all rows: the first token unscored, rows shorter than `window` ended by one scored eos,
+    longer ones cut. rows: lists of ids. Nothing depends on the batches but rounding.
+    """
+    device, total, count = model.device, 0.0, 0
+    rows = sorted((row[:window] if len(row) >= window else row + [eos] for row in rows if row), key=len)
+    with tqdm(total=len(rows), desc="scoring", unit="row", leave=False) as bar:
+        while rows:
+            batch = [rows.pop()]
+            while rows and (len(batch) + 1) * len(batch[0]) <= positions:
+                batch.append(rows.pop())
+            lengths = torch.tensor([len(row) for row in batch], device=device)
+            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in batch], batch_first=True, padding_value=eos).to(device)
+            scored = torch.arange(1, ids.shape[1], device=device) < lengths[:, None]
+            with autocast(device, bf16):
+                logits = model(input_ids=ids).logits[:, :-1]  # causal: padding on the right is unseen
+            total += F.cross_entropy(logits[scored].float(), ids[:, 1:][scored], reduction="sum").double().item()
+            count += int(scored.sum())
+            bar.update(len(batch))
+    return math.exp(min(total / count, 700)) if count else float("nan")
+
+
+def entropy(row):
+    """Of a sample's own unigram distribution, in nats."""
+    p = np.array(list(Counter(row).values())) / len(row)
+    return float(-(p * np.log(p)).sum())
+
+
+def repetition(row, n=5, times=3):
+    """(whether some n-gram occurs at least `times` times, share of positions that such n-grams cover)"""
+    grams = [tuple(row[i:i + n]) for i in range(len(row) - n + 1)]
+    often, covered = {g for g, c in Counter(grams).items() if c >= times}, np.zeros(len(row), bool)
+    for i, gram in enumerate(grams):
+        if gram in often:
+            covered[i:i + n] = True
+    return bool(often), float(covered.mean()) if row else 0.0
+
+
+def distinct(rows, n):
+    """Distinct n-grams as a share of all n-grams, over all samples together."""
+    grams = [tuple(row[i:i + n]) for row in rows for i in range(len(row) - n + 1)]
+    return len(set(grams)) / max(1, len(grams))
+
+
+def copied(rows, train, run=33, block=2**22):
+    """Share of rows that hold a run of more than 32 tokens of `train` (flat ids, memory-mapped), or are one when shorter."""
+    multiplier = np.uint64(0x9E3779B97F4A7C15)
+
+    def hashes(ids, n):  # of every window of n tokens
+        h = np.zeros(max(0, len(ids) - n + 1), np.uint64)
+        for i in range(n):
+            h = h * multiplier + ids[i:i + len(h)].astype(np.uint64) + np.uint64(1)
+        return h
+
+    found, by_length = np.zeros(len(rows), bool), {}
+    for i, row in enumerate(rows):
+        if row:
+            by_length.setdefault(min(run, len(row)), []).append(i)
+    for n, members in by_length.items():
+        wanted = [hashes(np.array(rows[i]), n) for i in members]
+        everything, seen = np.unique(np.concatenate(wanted)), []
+        for first in range(0, len(train), block):
+            h = hashes(np.asarray(train[first:first + block + n - 1]), n)
+            seen.append(everything[np.isin(everything, h)])
+        seen = np.concatenate(seen)
+        for i, w in zip(members, wanted):
+            found[i] = np.isin(w, seen).any()
+    return float(found.mean())
+
+
+def bleu_rouge(texts, references):
+    """Corpus BLEU (sacrebleu, lowercase, effective order) and ROUGE-1/2/L F1 (stemmer, mean x 100)."""
+    try:
+        import sacrebleu
+        from rouge_score import rouge_scorer
+    except ImportError as e:
+        sys.exit(f"{e.name} is not installed, and references need it: pip install sacrebleu rouge-score")
+    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    each = [scorer.score(reference, text) for text, reference in zip(texts, references)]
+    return {"BLEU": sacrebleu.corpus_bleu(texts, [references], lowercase=True, use_effective_order=True).score,
+            **{name: 100 * float(np.mean([s[name].fmeasure for s in each])) for name in ("rouge1", "rouge2", "rougeL")}}
+
+
+def report(rows, scorer, eos, window, **extra):
+    """The figures of one set of samples as a dict. rows: the scorer's token ids, one list a sample."""
+    kept = [row for row in rows if row]
+    if not kept:
+        sys.exit("all samples are empty: nothing to score")
+    repeats = [repetition(row) for row in kept]
+    return dict(gen_ppl=gen_ppl(scorer, kept, eos, window), entropy=float(np.mean([entropy(row[:window]) for row in kept])),
+                repeated=float(np.mean([r[0] for r in repeats])), repeat_cover=float(np.mean([r[1] for r in repeats])),
+                distinct1=distinct(kept, 1), distinct2=distinct(kept, 2), samples=len(rows), empty=len(rows) - len(kept),
+                truncated=sum(len(row) > window for row in kept), **extra)
+
+
+def write_autoregressively(model, n, length, eos, seed, chunk=256):
+    """n rows that the scorer itself writes at temperature 1, from its end-of-text token, up to `length` tokens."""
+    torch.manual_seed(seed)
+    rows = []
+    while len(rows) < n:
+        start = torch.full((min(chunk, n - len(rows)), 1), eos, device=model.device)
+        ids = model.generate(start, attention_mask=torch.ones_like(start), do_sample=True, top_k=0, max_new_tokens=length,
+                             eos_token_id=eos, pad_token_id=eos)[:, 1:].tolist()
+        rows += [row[:row.index(eos)] if eos in row else row for row in ids]
+    return rows
+
+
+def read_samples(file):
+    """The samples of a .jsonl file: a list of dicts, each with a `text`."""
+    found = []
+    try:
+        with open(file, encoding="utf-8") as f:
+            for number, line in enumerate(f, 1):
+                try:
+                    item = json.loads(line)
+                except ValueError:
+                    sys.exit(f"{file}, line {number}: not JSON; each line is an object with a \"text\"")
+                if not isinstance(item, dict) or not isinstance(item.get("text"), str):
+                    sys.exit(f"{file}, line {number}: has no \"text\"; each line is an object with one")
+                found.append(item)
+    except (OSError, UnicodeDecodeError) as e:
+        sys.exit(f"{file}: cannot be read ({e})")
+    return found or sys.exit(f"{file}: holds no samples")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("samples", nargs="?", help=".jsonl file of sample.py --out")
+    parser.add_argument("--ckpt", help="instead: sample from this run, file or repo id (default: the newest run under out/)")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--gamma", type=float, default=1.5)
+    parser.add_argument("--w", type=float, default=3.0)
+    parser.add_argument("--n", type=int, default=1000, help="samples a seed (default 1000)")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, ...: the table gives mean ± standard error")
+    parser.add_argument("--real", type=int, metavar="N", help="score N real validation rows of the run's data instead")
+    parser.add_argument("--ar", action="store_true", help="the scorer writes the samples; it does not score itself")
+    parser.add_argument("--scorer", help="causal LM: path or repo id (default: data/docs/scorer for runs on data/docs, else gpt2-large)")
+    parser.add_argument("--results", default="results.jsonl")
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args(argv)
+    for name in ("steps", "n", "seeds", "real"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    device = pick_device(args.device)
+
+    items = read_samples(args.samples) if args.samples else None
+    source = args.ckpt or (items[0].get("ckpt") if items else None) or newest_run()
+    data = items[0].get("data") if items else None
+    if not items:
+        model, settings = load(source, device)
+        data, tokenizer = settings.get("data"), load_tokenizer(settings["encoder"])
+    name = args.scorer or (f"{data}/scorer" if data and (ROOT / data / "scorer").is_dir() else "gpt2-large")
+    if not args.scorer and data == "data/docs" and name == "gpt2-large":
+        sys.exit("data/docs/scorer: not there; make it (5 minutes) with: python data/docs/prepare.py --scorer")
+    scorer, encode, eos, window = load_scorer(name, device)
+    folder, train = ROOT / (data or ""), None
+    if data and (folder / "meta.json").is_file():
+        meta = json.loads((folder / "meta.json").read_text())
+        train, val = (np.memmap(folder / f"{side}.bin", dtype=meta["dtype"], mode="r") for side in ("train", "val"))
+
+    results = []
+    for seed in range(args.seeds):
+        start, extra = time.time(), {}
+        if args.ar:
+            rows = write_autoregressively(scorer, args.n, window - 1, eos, seed)
+            extra["tokens_per_s"] = args.n * (window - 1) / (time.time() - start)
+        else:
+            if items:
+                texts = [item["text"] for item in items]
+            elif args.real:
+                if train is None:
+                    sys.exit(f"--real: {data or source} has no prepared data here")
+                real = val[:len(val) // settings["length"] * settings["length"]].reshape(-1, settings["length"])
+                texts = [to_text(tokenizer, row) for row in real[np.random.default_rng(seed).permutation(len(real))[:args.real]]]
+            else:
+                tokens = sample(model, args.n, settings["length"], args.steps, args.gamma, args.w, seed,
+                                noise_scale=settings["noise_scale"], progress=True)
+                extra["tokens_per_s"] = tokens.numel() / (time.time() - start)
+                texts = [to_text(tokenizer, row) for row in tokens]
+            rows = [encode(text) for text in texts]
+            if train is not None:
+                own = load_tokenizer(f"{data}/t5")
+                extra["copied"] = copied([own(text, add_special_tokens=False)["input_ids"] for text in texts], train)
+            if items and "reference" in items[0]:
+                extra |= bleu_rouge(texts, [item["reference"] for item in items])
+        figures = report(rows, scorer, eos, window, **extra)
+        if args.ar:
+            figures.pop("gen_ppl")  # a model's own text under itself says nothing
+        results.append(figures)
+        if items:
+            break
+
+    what = dict(source=args.samples or source, scorer=name)
+    what |= dict(ar=True) if args.ar else dict(real=args.real) if args.real else {} if items else dict(
+        steps=args.steps, gamma=args.gamma, w=args.w, n=args.n)
+    print("  ".join(f"{k}={v}" for k, v in what.items()))
+    summary = {}
+    for key in results[0]:
+        values = np.array([r[key] for r in results], float)
+        summary[key] = float(values.mean())
+        error = f" ± {values.std(ddof=1) / len(values) ** 0.5:.3g}" if len(values) > 1 else ""
+        print(f"  {key:13} {values.mean():10.4g}{error}")
+    with open(args.results, "a") as f:
+        f.write(json.dumps(what | summary | dict(seeds=len(results))) + "\n")
+
+
+if __name__ == "__main__":
+    main()
