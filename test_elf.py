@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -389,6 +390,9 @@ def test_interrupted_run_ends_as_an_uninterrupted_one(run, docs, tmp_path):
     before = (run / "ckpt.pt").read_bytes()
     with pytest.raises(SystemExit, match="other settings.*lr"):
         train.main(small(docs[0], run, "--steps=50", "--lr=0.1"))
+    (tmp_path / "run" / "ckpt.pt").write_bytes(before[:1000])
+    with pytest.raises(SystemExit, match="damaged"):
+        train.main(small(docs[0], tmp_path / "run", "--steps=50"))
     with pytest.raises(SystemExit) as finished:
         train.main(small(docs[0], run, "--steps=40"))
     assert not finished.value.code and (run / "ckpt.pt").read_bytes() == before
@@ -516,6 +520,19 @@ def test_config_overrides(tmp_path):
         cfg = train.configure([str(ROOT / f"config/{name}.py")])
         assert (cfg.depth, cfg.dim, cfg.heads, cfg.bottleneck) == tuple(
             getattr(PRESETS[preset], k) for k in ("depth", "dim", "heads", "bottleneck"))
+
+
+@pytest.mark.parametrize("damage, says", [
+    (lambda d: (d / "meta.json").write_text("{"), "meta.json: damaged"),
+    (lambda d: (d / "meta.json").write_text("{}"), "meta.json: damaged"),
+    (lambda d: (d / "train.bin").write_bytes(b"123"), "train.bin: 3 bytes are not whole rows"),
+    (lambda d: (d / "val.bin").unlink(), "val.bin: 0 bytes"),
+    (lambda d: np.full(4000, 999, np.uint16).tofile(d / "train.bin"), "token id 999 in it")])
+def test_damaged_data(damage, says, docs, tmp_path):
+    shutil.copytree(docs[0], tmp_path / "data")
+    damage(tmp_path / "data")
+    with pytest.raises(SystemExit, match=says):
+        train.main(small(tmp_path / "data", tmp_path / "run", "--steps=2"))
 
 
 class Malicious:

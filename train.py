@@ -201,10 +201,19 @@ def open_data(cfg):
         print(f"{cfg.data} is not there yet: running {cfg.prepare}", flush=True)
         if code := subprocess.run([sys.executable, str(ROOT / cfg.prepare)]).returncode:
             sys.exit(code)
-    meta = json.loads((folder / "meta.json").read_text())
-    if meta["length"] != cfg.length:
-        sys.exit(f"length = {cfg.length}: {cfg.data} holds rows of {meta['length']} tokens")
-    rows = [np.memmap(folder / f"{side}.bin", dtype=meta["dtype"], mode="r").reshape(-1, cfg.length) for side in ("train", "val")]
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        dtype, length = np.dtype(meta["dtype"]), meta["length"]
+    except (ValueError, KeyError, TypeError) as e:
+        sys.exit(f"{folder}/meta.json: damaged ({type(e).__name__}: {e}); delete it and prepare the data again")
+    if length != cfg.length:
+        sys.exit(f"length = {cfg.length}: {cfg.data} holds rows of {length} tokens")
+    rows = []
+    for file in (folder / "train.bin", folder / "val.bin"):
+        size = file.stat().st_size if file.is_file() else 0
+        if size == 0 or size % (length * dtype.itemsize):
+            sys.exit(f"{file}: {size} bytes are not whole rows of {length} {dtype} tokens; delete {cfg.data}/meta.json and prepare the data again")
+        rows.append(np.memmap(file, dtype=dtype, mode="r").reshape(-1, length))
     return *rows, meta
 
 
@@ -271,7 +280,7 @@ def main(argv=None):
     tokenizer, encoder = load_tokenizer(cfg.encoder), load_encoder(cfg.encoder, device)
     x_mean, x_std = (torch.tensor(meta[k], device=device) for k in ("x_mean", "x_std"))
     torch.manual_seed(cfg.seed)
-    elf_config = ELFConfig(cfg.depth, cfg.dim, cfg.heads, encoder.config.d_model, encoder.config.vocab_size, cfg.bottleneck)
+    elf_config = ELFConfig(cfg.depth, cfg.dim, cfg.heads, encoder.config.d_model, len(tokenizer), cfg.bottleneck)
     raw = ELF(elf_config).to(device)
     params, ema = list(raw.parameters()), [p.detach().clone() for p in raw.parameters()]
     opts = optimizers(raw, cfg)
@@ -279,7 +288,10 @@ def main(argv=None):
 
     run, start = ROOT / "out" / cfg.name, 0
     if (run / "ckpt.pt").is_file():
-        old = torch.load(run / "ckpt.pt", map_location="cpu", weights_only=True)
+        try:
+            old = torch.load(run / "ckpt.pt", map_location="cpu", weights_only=True)
+        except Exception as e:
+            sys.exit(f"{run / 'ckpt.pt'}: damaged ({type(e).__name__}); move it away, or give this run another --name")
         changed = [k for k in settings if k not in FREE and settings[k] != old["settings"].get(k)]
         if changed:
             sys.exit(f"{run}: holds a run with other settings ({', '.join(changed)}); give this one another --name")
@@ -299,18 +311,16 @@ def main(argv=None):
             block.compile(dynamic=False)
     net = DistributedDataParallel(raw) if world > 1 else raw
 
-    def batch(rows, rng):
-        """(ids, x, draws) of some rows: tokens (B, L), clean embeddings (B, L, E), and the step's noise."""
-        ids = torch.from_numpy(rows.astype(np.int64)).to(device)
-        with torch.no_grad(), autocast(device, cfg.bf16):
-            x = encoder(input_ids=ids).last_hidden_state.float()
-        x = (x - x_mean) / x_std
-        return x, ids, draw(*x.shape, n_dec, cfg, rng)
-
     def batch_losses(model, rows, rng):
-        x, ids, draws = batch(rows, rng)
+        """mse and ce of some rows (B, L) of token ids: encode (the encoder is frozen), draw the noise, run `losses`."""
+        if rows.max() >= len(tokenizer):
+            sys.exit(f"{cfg.data}: token id {rows.max()} in it, but {cfg.encoder} has {len(tokenizer)} tokens; prepare the data for this encoder")
+        ids = torch.from_numpy(rows.astype(np.int64)).to(device)
         with autocast(device, cfg.bf16):
-            return losses(model, x, ids, n_dec, n_sc, **draws, noise_scale=cfg.noise_scale, decode_noise=cfg.decode_noise)
+            with torch.no_grad():
+                x = (encoder(input_ids=ids).last_hidden_state.float() - x_mean) / x_std
+            return losses(model, x, ids, n_dec, n_sc, **draw(*x.shape, n_dec, cfg, rng),
+                          noise_scale=cfg.noise_scale, decode_noise=cfg.decode_noise)
 
     def swap_ema():
         for p, e in zip(params, ema):
@@ -336,15 +346,13 @@ def main(argv=None):
     bar = tqdm(total=cfg.steps, initial=start, disable=rank > 0, dynamic_ncols=True)
     clock, clock_step = time.time(), start
     for step in range(start, cfg.steps):
+        done = step + 1
         rows = batch_rows(len(train_rows), step, cfg.batch_size, cfg.seed)
-        parts = np.zeros(2)
         for micro in range(cfg.accum):
             first = (rank * cfg.accum + micro) * B
-            last = micro == cfg.accum - 1
-            with net.no_sync() if world > 1 and not last else nullcontext():
+            with net.no_sync() if world > 1 and micro < cfg.accum - 1 else nullcontext():
                 mse, ce = batch_losses(net, train_rows[rows[first:first + B]], seeded(cfg.seed, step, rank, micro, device=device))
                 (objective(mse, ce, n_sc, cfg) / cfg.accum).backward()
-            done = step + 1
         torch.nn.utils.clip_grad_norm_(params, cfg.clip)
         for opt in opts:
             for group in opt.param_groups:
@@ -377,9 +385,8 @@ def main(argv=None):
         if entry:
             print(json.dumps(dict(step=done) | entry), file=log, flush=True)
         if done % cfg.save_interval == 0 or done == cfg.steps:
-            names = [name for name, _ in raw.named_parameters()]
             save(run / "ckpt.pt", dict(elf_config=asdict(elf_config), settings=settings, step=done, model=raw.state_dict(),
-                                       ema=dict(zip(names, ema)), optimizers=[o.state_dict() for o in opts]))
+                                       ema=dict(zip(raw.state_dict(), ema)), optimizers=[o.state_dict() for o in opts]))
     bar.close()
     if world > 1:
         dist.destroy_process_group()
