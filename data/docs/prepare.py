@@ -38,7 +38,7 @@ VOCAB_SIZE = 4096
 VAL_SHARE = 0.05
 MIN_PARAGRAPHS = 1000
 SCORER_STEPS = 2600
-ENCODER = dict(width=64, layers=4, heads=4, steps=4000)
+ENCODER = dict(width=64, layers=4, heads=4, steps=3200)
 
 # Prose is a capital letter, then words and light punctuation, then a full stop.
 PROSE = re.compile(r"[A-Z][A-Za-z0-9 ,;:'\"()/%-]*(?:\.[A-Za-z0-9 ,;:'\"()/%-]+)*[.!?]")
