@@ -22,13 +22,14 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from model import ROOT, autocast, from_pretrained, load, load_tokenizer, pick_device
-from sample import newest_run, sample, to_text
+from sample import check_ranges, newest_run, sample, to_text
+from train import open_data
 
 
 def load_scorer(name, device):
     """(causal LM, function text -> token ids, id of its end-of-text token, window in tokens) for a path or repo id."""
     from transformers import AutoModelForCausalLM
-    model = from_pretrained(AutoModelForCausalLM, name, "scorer").to(device).eval()
+    model = from_pretrained(AutoModelForCausalLM, name, "scorer (offline: --scorer data/docs/scorer)").to(device).eval()
     if name.startswith("gpt2"):
         import tiktoken
         try:
@@ -159,12 +160,15 @@ def read_samples(file):
             for number, line in enumerate(f, 1):
                 try:
                     item = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     sys.exit(f"{file}, line {number}: not JSON; each line is an object with a \"text\"")
                 if not isinstance(item, dict) or not isinstance(item.get("text"), str):
                     sys.exit(f"{file}, line {number}: has no \"text\"; each line is an object with one")
+                for key in ("reference", "data", "encoder", "ckpt"):
+                    if not isinstance(item.get(key), (str, type(None))) or (key == "reference" and found and (key in item) != (key in found[0])):
+                        sys.exit(f"{file}, line {number}: {key} = {item.get(key)!r:.60}; must be text, on every line or on none")
                 found.append(item)
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, ValueError) as e:  # no such file, or not UTF-8
         sys.exit(f"{file}: cannot be read ({e})")
     return found or sys.exit(f"{file}: holds no samples")
 
@@ -184,32 +188,37 @@ def main(argv=None):
     parser.add_argument("--results", default="results.jsonl")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args(argv)
-    for name in ("steps", "n", "seeds", "real"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: must be at least 1")
+    check_ranges(parser, args)
+    if bool(args.samples) + bool(args.real) + args.ar > 1 or args.samples and (args.ckpt or args.seeds > 1):
+        parser.error("one thing at a time: a samples file, --ckpt with or without --real N, or --ar")
+    try:
+        results_file = open(args.results, "a")
+    except OSError as e:
+        sys.exit(f"--results {args.results}: cannot be written ({e.strerror}); name another file")
     device = pick_device(args.device)
 
     items = read_samples(args.samples) if args.samples else None
     source = args.ckpt or (items[0].get("ckpt") if items else None) or newest_run()
-    data = items[0].get("data") if items else None
+    settings = items[0] if items else None
     if not items:
         model, settings = load(source, device)
-        data, tokenizer = settings.get("data"), load_tokenizer(settings["encoder"])
+    data, tokenizer = settings.get("data"), None
+    if settings.get("encoder"):
+        tokenizer = load_tokenizer(settings["encoder"])
     name = args.scorer or (f"{data}/scorer" if data and (ROOT / data / "scorer").is_dir() else "gpt2-large")
     if not args.scorer and data == "data/docs" and name == "gpt2-large":
         sys.exit("data/docs/scorer: not there; make it (5 minutes) with: python data/docs/prepare.py --scorer")
     scorer, encode, eos, window = load_scorer(name, device)
     folder, train = ROOT / (data or ""), None
-    if data and (folder / "meta.json").is_file():
-        meta = json.loads((folder / "meta.json").read_text())
-        train, val = (np.memmap(folder / f"{side}.bin", dtype=meta["dtype"], mode="r") for side in ("train", "val"))
+    if data and tokenizer and (folder / "meta.json").is_file():
+        train, val = (side.reshape(-1) for side in open_data(data)[:2])
 
     results = []
     for seed in range(args.seeds):
         start, extra = time.time(), {}
         if args.ar:
             rows = write_autoregressively(scorer, args.n, window - 1, eos, seed)
-            extra["tokens_per_s"] = args.n * (window - 1) / (time.time() - start)
+            extra["tokens_per_s"] = sum(map(len, rows)) / (time.time() - start)
         else:
             if items:
                 texts = [item["text"] for item in items]
@@ -217,16 +226,17 @@ def main(argv=None):
                 if train is None:
                     sys.exit(f"--real: {data or source} has no prepared data here")
                 real = val[:len(val) // settings["length"] * settings["length"]].reshape(-1, settings["length"])
+                if args.real > len(real):
+                    sys.exit(f"--real {args.real}: {data} has {len(real)} validation rows")
                 texts = [to_text(tokenizer, row) for row in real[np.random.default_rng(seed).permutation(len(real))[:args.real]]]
             else:
                 tokens = sample(model, args.n, settings["length"], args.steps, args.gamma, args.w, seed,
                                 noise_scale=settings["noise_scale"], progress=True)
-                extra["tokens_per_s"] = tokens.numel() / (time.time() - start)
-                texts = [to_text(tokenizer, row) for row in tokens]
+                seconds, texts = time.time() - start, [to_text(tokenizer, row) for row in tokens]
+                extra["tokens_per_s"] = sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) / seconds  # as --ar: no padding
             rows = [encode(text) for text in texts]
             if train is not None:
-                own = load_tokenizer(f"{data}/t5")
-                extra["copied"] = copied([own(text, add_special_tokens=False)["input_ids"] for text in texts], train)
+                extra["copied"] = copied([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts], train)
             if items and "reference" in items[0]:
                 extra |= bleu_rouge(texts, [item["reference"] for item in items])
         figures = report(rows, scorer, eos, window, **extra)
@@ -246,8 +256,8 @@ def main(argv=None):
         summary[key] = float(values.mean())
         error = f" ± {values.std(ddof=1) / len(values) ** 0.5:.3g}" if len(values) > 1 else ""
         print(f"  {key:13} {values.mean():10.4g}{error}")
-    with open(args.results, "a") as f:
-        f.write(json.dumps(what | summary | dict(seeds=len(results))) + "\n")
+    with results_file:
+        results_file.write(json.dumps(what | summary | dict(seeds=len(results))) + "\n")
 
 
 if __name__ == "__main__":

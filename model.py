@@ -195,6 +195,7 @@ HARMLESS = [argparse.Namespace, np.dtype, np.ndarray, *{type(np.dtype(k)) for k 
 def find(source):
     """The checkpoint file that `source` means: itself, the one in that run folder, or the one in that Hugging Face repo."""
     path = Path(source)
+    path = path if path.exists() else ROOT / path  # as `python train.py` says it: out/docs
     if path.is_dir():
         files = sorted(path.glob("checkpoint_*"), key=lambda f: [int(n) for n in re.findall(r"\d+", f.name)])
         files += [f for f in [path / "ckpt.pt"] if f.is_file()]
@@ -237,7 +238,9 @@ def load(source, device="cpu"):
         with torch.device("meta"):
             model = ELF(config)
         model.load_state_dict(state, assign=True)
-    except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as e:
+        if missing := [k for k in ("encoder", "length", "noise_scale") if k not in settings]:
+            raise KeyError(*missing)
+    except (KeyError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError) as e:
         sys.exit(f"{file}: not an ELF checkpoint, or of another shape ({type(e).__name__}: {' '.join(str(e).split())[:300]})")
     return model.to(device).eval(), settings
 
@@ -263,11 +266,13 @@ def from_reference(params):
 # the machine, and the frozen encoder
 
 def pick_device(name="auto", index=0):
-    """torch.device by name, or the best there is; `index` picks among several GPUs."""
+    """torch.device by name, or the best there is; `index` picks among several GPUs where the name does not."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.device(name, index if name == "cuda" else None)
+        if not re.fullmatch(r"(cpu|mps|cuda(:\d+)?)", name):
+            raise ValueError("no such device")
+        device = torch.device(f"cuda:{index}" if name == "cuda" else name)
         torch.empty(1, device=device)
     except Exception as e:
         sys.exit(f"device = {name}: not usable here ({str(e).splitlines()[0][:80]}); use cpu, cuda or mps")

@@ -102,6 +102,15 @@ def newest_run():
     return str(runs[-1].parent)
 
 
+def check_ranges(parser, args):
+    """Ends the program with one line if a number that sample.py and eval.py share is out of range."""
+    for name, low, high in (("steps", 1, 10_000), ("n", 1, 10**7), ("gamma", 0, 1000), ("w", 0.01, 100), ("seed", 0, 2**32),
+                            ("length", 1, 2**20), ("seeds", 1, 1000), ("real", 1, 10**7)):
+        value = getattr(args, name, None)
+        if value is not None and not low <= value <= high:
+            parser.error(f"--{name} {value}: must be between {low} and {high}")
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ckpt", help="run folder, checkpoint file or Hugging Face repo id (default: the newest run under out/)")
@@ -116,19 +125,21 @@ def main(argv=None):
     parser.add_argument("--trace", action="store_true", help="print what x_pred of the first sample decodes to at every step (Fig. 17)")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args(argv)
-    for name, low in (("steps", 1), ("n", 1), ("gamma", 0), ("seed", 0), ("length", 1)):
-        value = getattr(args, name)
-        if value is not None and not low <= value < 2**31:
-            parser.error(f"--{name} {value}: must be at least {low}")
-    if not 0 < args.w < 100:
-        parser.error(f"--w {args.w}: must be positive; the model is trained on 0.5 to 5")
-    if args.out and Path(args.out).exists():
-        sys.exit(f"--out {args.out}: exists already, and is not overwritten; name another file")
+    check_ranges(parser, args)
+    if args.out is not None:
+        if Path(args.out).exists():
+            sys.exit(f"--out {args.out}: exists already, and is not overwritten; name another file")
+        try:
+            out = open(args.out + ".tmp", "w", encoding="utf-8")
+        except OSError as e:
+            sys.exit(f"--out {args.out}: cannot be written ({e.strerror}); name another file")
 
     ckpt, device = args.ckpt or newest_run(), pick_device(args.device)
     model, settings = load(ckpt, device)
     tokenizer = load_tokenizer(settings["encoder"])
     length = args.length or settings["length"]
+    if length > settings["length"]:
+        print(f"--length {length}: longer than the {settings['length']} tokens it was trained on; expect worse text", file=sys.stderr)
     used = dict(steps=args.steps, gamma=args.gamma, w=args.w, seed=args.seed, schedule=args.schedule)
     print(f"{ckpt}: {args.n} samples of {length} tokens, {used}", file=sys.stderr)
 
@@ -141,11 +152,11 @@ def main(argv=None):
     seconds = time.time() - start
     print(f"{args.n * length / seconds:,.0f} tokens/s", file=sys.stderr)
     texts = [to_text(tokenizer, row) for row in tokens]
-    if args.out:
-        lines = [json.dumps(dict(text=text, index=i, ckpt=ckpt, data=settings.get("data"), length=length, **used), ensure_ascii=False) for i, text in enumerate(texts)]
-        temporary = Path(args.out + ".tmp")
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        temporary.rename(args.out)
+    if args.out is not None:
+        about = dict(ckpt=ckpt, data=settings.get("data"), encoder=settings["encoder"], length=length, **used)
+        with out:
+            out.writelines(json.dumps(dict(text=text, index=i, **about), ensure_ascii=False) + "\n" for i, text in enumerate(texts))
+        Path(out.name).rename(args.out)
     else:
         print("\n".join(texts))
 

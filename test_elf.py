@@ -355,7 +355,7 @@ SMALL = ["--length=40", "--dim=32", "--depth=2", "--heads=2", "--bottleneck=16",
 
 
 def small(folder, run, *more):
-    return [str(ROOT / "config/docs.py"), f"--data={folder}", f"--encoder={folder}/t5", "--prepare=", f"--name={run}", *SMALL, *more]
+    return [str(ROOT / "config/docs.py"), f"--data={folder}", f"--encoder={folder}/t5", "--prepare=", f"--out={run.parent}", f"--name={run.name}", *SMALL, *more]
 
 
 @pytest.fixture(scope="session")
@@ -396,6 +396,14 @@ def test_interrupted_run_ends_as_an_uninterrupted_one(run, docs, tmp_path):
     with pytest.raises(SystemExit) as finished:
         train.main(small(docs[0], run, "--steps=40"))
     assert not finished.value.code and (run / "ckpt.pt").read_bytes() == before
+
+
+def test_a_run_that_blows_up_keeps_its_checkpoint(docs, tmp_path):
+    argv = small(docs[0], tmp_path / "run", "--warmup=0", "--save_interval=1", "--log_interval=100", "--lr=1e8", "--steps=20")
+    with pytest.raises(SystemExit, match="were not saved: try a smaller --lr"):
+        train.main(argv)
+    content = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)
+    assert content["step"] >= 1 and all(p.isfinite().all() for p in content["model"].values())
 
 
 def test_ema_warms_up(docs, tmp_path, run):
@@ -471,8 +479,9 @@ def test_sample_program(run, tmp_path, capsys):
     shown = capsys.readouterr()
     assert shown.out.splitlines()[4:] == [line["text"] for line in lines]                   # seeds repeat, --out or not
     assert [line[:4] for line in shown.out.splitlines()[:4]] == ["t = "] * 4
-    with pytest.raises(SystemExit, match="exists already"):
-        sample_main(["--ckpt", str(run), "--out", str(out)])
+    for path, says in ((out, "exists already"), (tmp_path / "no" / "x.jsonl", "cannot be written")):
+        with pytest.raises(SystemExit, match=says):
+            sample_main(["--ckpt", str(run), "--out", str(path)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -490,10 +499,15 @@ def test_sample_program(run, tmp_path, capsys):
     (["--steps=5", "stray"], "stray: expected --key=value"),
     (["no/such.py"], "no/such.py: no such config file; there are: config/docs.py"),
     (["--batch_size=7", "--accum=2"], "batch_size = 7: not a multiple"),
-    (["--batch_size=2"], "too few"),
+    (["--batch_size=2"], "too few for decode_share = 0.2"),
     (["--device=abacus"], "device = abacus: not usable here"),
-    (["--data=nowhere", "--prepare="], "nowhere: no meta.json there; make the data first"),
+    (["--data=nowhere", "--prepare="], "data = nowhere: no meta.json there; prepare that folder first"),
+    (["--data=nowhere"], "data = nowhere: no meta.json there"),
     (["--decode_share=0.9"], "decode_share"),
+    (["--name=../escaped"], "name = '../escaped': must be a plain folder name"),
+    (["--t_mean=nan"], "t_mean = nan: must be greater than -100"),
+    (["--seed=-1"], "seed = -1: must be at least 0"),
+    (["--device=meta"], "device = meta: not usable here"),
 ])
 def test_config_errors(argv, says):
     with pytest.raises(SystemExit) as stop:
@@ -522,12 +536,19 @@ def test_config_overrides(tmp_path):
             getattr(PRESETS[preset], k) for k in ("depth", "dim", "heads", "bottleneck"))
 
 
+def edit_meta(folder, **changes):
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | changes))
+
+
 @pytest.mark.parametrize("damage, says", [
     (lambda d: (d / "meta.json").write_text("{"), "meta.json: damaged"),
     (lambda d: (d / "meta.json").write_text("{}"), "meta.json: damaged"),
     (lambda d: (d / "train.bin").write_bytes(b"123"), "train.bin: 3 bytes are not whole rows"),
     (lambda d: (d / "val.bin").unlink(), "val.bin: 0 bytes"),
-    (lambda d: np.full(4000, 999, np.uint16).tofile(d / "train.bin"), "token id 999 in it")])
+    (lambda d: np.full(4000, 999, np.uint16).tofile(d / "train.bin"), "token id 999 in it"),
+    (lambda d: edit_meta(d, x_mean=None), "meta.json: damaged"), (lambda d: edit_meta(d, x_std=[0.0] * 16), "meta.json: damaged"),
+    (lambda d: edit_meta(d, dtype="int16"), "meta.json: damaged"), (lambda d: edit_meta(d, x_mean=[0.0] * 3, x_std=[1.0] * 3), "3 channels")])
 def test_damaged_data(damage, says, docs, tmp_path):
     shutil.copytree(docs[0], tmp_path / "data")
     damage(tmp_path / "data")
@@ -684,7 +705,7 @@ def test_eval_program(scorer, run, docs, tmp_path, capsys):
     evaluate.main([*common, "--ar", "--seeds", "2"])
     out = tmp_path / "s.jsonl"
     texts = docs[1][:3] + [""]
-    out.write_text("".join(json.dumps(dict(text=text, ckpt=str(run), data=str(docs[0]))) + "\n" for text in texts))
+    out.write_text("".join(json.dumps(dict(text=text, ckpt=str(run), data=str(docs[0]), encoder=f"{docs[0]}/t5")) + "\n" for text in texts))
     evaluate.main([str(out), "--results", str(results)])
     real, ar, file = [json.loads(line) for line in results.read_text().splitlines()]
     assert real["real"] == 15 and real["samples"] == 15 and math.isfinite(real["gen_ppl"])

@@ -11,6 +11,7 @@ import difflib
 import functools
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -33,7 +34,8 @@ from sample import sample, seeded, to_text
 @dataclass
 class Config:
     # the run and its data
-    name: str = "docs"             # the run's folder is out/<name>
+    name: str = "docs"             # the run's folder is <out>/<name>
+    out: str = "out"
     data: str = "data/docs"        # a folder with train.bin, val.bin and meta.json
     prepare: str = ""              # the script that makes that folder, run when it is missing
     encoder: str = "t5-small"      # folder or Hugging Face repo id of the frozen T5; its tokenizer lies beside it
@@ -76,20 +78,24 @@ class Config:
     compile: bool = True           # where there is a compiler
 
 
-FREE = {"prepare", "steps", "log_interval", "val_interval", "val_rows", "sample_interval", "sample_rows",
+FREE = {"name", "out", "prepare", "steps", "log_interval", "val_interval", "val_rows", "sample_interval", "sample_rows",
         "save_interval", "device", "bf16", "compile"}  # settings that a resumed run may change
 
 
 def configure(argv):
     """Config from `[FILE.py] [--key=value | --key value]...`; SystemExit with one line on anything else."""
     argv = list(argv)
+    if {"-h", "--help"} & set(argv):
+        print(__doc__, "Settings, with their defaults:", *(f"  --{f.name}={f.default}" for f in fields(Config)), sep="\n")
+        sys.exit()
     file = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else ROOT / "config" / "docs.py"
+    file = file if file.is_file() else ROOT / file
     if not file.is_file():
         sys.exit(f"{file}: no such config file; there are: {', '.join(sorted(f'config/{f.name}' for f in ROOT.glob('config/*.py')))}")
     try:
         given = {k: v for k, v in runpy.run_path(str(file)).items() if not k.startswith("_")}
     except Exception as e:
-        sys.exit(f"{file}: {type(e).__name__}: {e}")
+        sys.exit(f"{file}: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
     types = {f.name: f.type for f in fields(Config)}
     for arg in (args := iter(argv)):
         key, eq, text = arg.removeprefix("--").partition("=")
@@ -103,15 +109,19 @@ def configure(argv):
         if key not in types:
             near = difflib.get_close_matches(key, types, 1)
             sys.exit(f"{key}: no such setting" + (f"; did you mean {near[0]}?" if near else "; train.py lists them in Config"))
-        if types[key] is float and type(value) is int:
+        if types[key] is float and type(value) is int and abs(value) < 1e12:
             given[key] = float(value)
         elif type(value) is not types[key]:
             sys.exit(f"{key} = {value!r}: must be {types[key].__name__}, not {type(value).__name__}")
     cfg = Config(**given)
-    may_be_zero = {"seed", "warmup", "ema", "t_mean", "decode_mean", "t_std", "decode_std", "decode_noise"}
     for key, value in asdict(cfg).items():
-        if types[key] in (int, float) and not (0 < value < 1e12 or key in may_be_zero and (value == 0 or "mean" in key)):
-            sys.exit(f"{key} = {value}: must be greater than 0")
+        if types[key] in (int, float):
+            low = -100 if key in ("t_mean", "decode_mean") else 0
+            zero = key in ("seed", "warmup", "ema", "t_std", "decode_std", "decode_noise")  # may be 0
+            if not (low < value < 1e9 or value == 0 and zero):
+                sys.exit(f"{key} = {value}: must be {'at least' if zero else 'greater than'} {low}, and below 1e9")
+    if not re.fullmatch(r"\w[\w.-]{0,99}", cfg.name):
+        sys.exit(f"name = {cfg.name!r}: must be a plain folder name of letters, digits, '.', '_' and '-'")
     if cfg.decode_share + cfg.self_cond_share >= 1:
         sys.exit(f"decode_share + self_cond_share = {cfg.decode_share + cfg.self_cond_share:g}: must leave room for plain rows, below 1")
     if cfg.ema >= 1 or cfg.w_max < cfg.w_min:
@@ -136,8 +146,8 @@ def kinds(B, cfg):
     """How many of B rows decode and how many self-condition; the others are plain. Kinds go by position: rows are shuffled."""
     n_dec, n_sc = round(B * cfg.decode_share), round(B * cfg.self_cond_share)
     if min(n_dec, n_sc, B - n_dec - n_sc) < 1:
-        sys.exit(f"{B} rows a micro-batch: too few to hold decode, self-conditioned and plain rows ({n_dec}, {n_sc}, "
-                 f"{B - n_dec - n_sc}); use at least 5")
+        sys.exit(f"{B} rows a micro-batch: too few for decode_share = {cfg.decode_share:g} and self_cond_share = {cfg.self_cond_share:g}; "
+                 f"they would be {n_dec} decode, {n_sc} self-conditioned, {B - n_dec - n_sc} plain rows, and each kind needs one")
     return n_dec, n_sc
 
 
@@ -192,28 +202,32 @@ def objective(mse, ce, n_sc, cfg):
 # ---------------------------------------------------------------------------------------------------------------------
 # data
 
-def open_data(cfg):
-    """(train rows, val rows, meta) of cfg.data, memory-mapped; makes the folder first if cfg.prepare says how."""
-    folder = ROOT / cfg.data
+def open_data(data, length=None, prepare=""):
+    """(train rows, val rows, meta) of data, memory-mapped; makes the folder first if prepare says how."""
+    folder = ROOT / data
     if not (folder / "meta.json").is_file():
-        if not cfg.prepare or not (ROOT / cfg.prepare).is_file():
-            sys.exit(f"{cfg.data}: no meta.json there; make the data first: python {cfg.data}/prepare.py")
-        print(f"{cfg.data} is not there yet: running {cfg.prepare}", flush=True)
-        if code := subprocess.run([sys.executable, str(ROOT / cfg.prepare)]).returncode:
+        script = folder / "prepare.py"
+        if not prepare or (ROOT / prepare).resolve() != script.resolve() or not script.is_file():
+            sys.exit(f"data = {data}: no meta.json there; prepare that folder first, or name a prepared one")
+        print(f"{data} is not prepared yet: running {prepare}", flush=True)
+        if code := subprocess.run([sys.executable, str(script)]).returncode:
             sys.exit(code)
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        dtype, length = np.dtype(meta["dtype"]), meta["length"]
-    except (ValueError, KeyError, TypeError) as e:
+        dtype, L = {"uint16": np.dtype("uint16"), "uint32": np.dtype("uint32")}[meta["dtype"]], int(meta["length"])
+        x_mean, x_std = (np.array(meta[k], float) for k in ("x_mean", "x_std"))
+        if not (np.isfinite(x_mean).all() and (x_std > 0).all() and x_mean.shape == x_std.shape and type(meta["fingerprint"]) is str):
+            raise ValueError("x_mean, x_std or fingerprint is off")
+    except (OSError, ValueError, KeyError, TypeError) as e:
         sys.exit(f"{folder}/meta.json: damaged ({type(e).__name__}: {e}); delete it and prepare the data again")
-    if length != cfg.length:
-        sys.exit(f"length = {cfg.length}: {cfg.data} holds rows of {length} tokens")
+    if length and length != L:
+        sys.exit(f"length = {length}: {data} holds rows of {L} tokens")
     rows = []
     for file in (folder / "train.bin", folder / "val.bin"):
         size = file.stat().st_size if file.is_file() else 0
-        if size == 0 or size % (length * dtype.itemsize):
-            sys.exit(f"{file}: {size} bytes are not whole rows of {length} {dtype} tokens; delete {cfg.data}/meta.json and prepare the data again")
-        rows.append(np.memmap(file, dtype=dtype, mode="r").reshape(-1, length))
+        if size == 0 or size % (L * dtype.itemsize):
+            sys.exit(f"{file}: {size} bytes are not whole rows of {L} {dtype} tokens; delete {data}/meta.json and prepare the data again")
+        rows.append(np.memmap(file, dtype=dtype, mode="r").reshape(-1, L))
     return *rows, meta
 
 
@@ -273,12 +287,14 @@ def main(argv=None):
     n_dec, n_sc = kinds(B, cfg)
 
     if rank == 0:
-        open_data(cfg)  # may prepare it
+        open_data(cfg.data, cfg.length, cfg.prepare)  # may prepare it
     if world > 1:
         dist.barrier()
-    train_rows, val_rows, meta = open_data(cfg)
+    train_rows, val_rows, meta = open_data(cfg.data, cfg.length)
     tokenizer, encoder = load_tokenizer(cfg.encoder), load_encoder(cfg.encoder, device)
-    x_mean, x_std = (torch.tensor(meta[k], device=device) for k in ("x_mean", "x_std"))
+    x_mean, x_std = (torch.tensor(meta[k], device=device) for k in ("x_mean", "x_std"))  # numbers, or one per channel
+    if x_mean.numel() not in (1, encoder.config.d_model):
+        sys.exit(f"{cfg.data}/meta.json: x_mean has {x_mean.numel()} channels, encoder {cfg.encoder} has {encoder.config.d_model}; prepare it again")
     torch.manual_seed(cfg.seed)
     elf_config = ELFConfig(cfg.depth, cfg.dim, cfg.heads, encoder.config.d_model, len(tokenizer), cfg.bottleneck)
     raw = ELF(elf_config).to(device)
@@ -286,25 +302,31 @@ def main(argv=None):
     opts = optimizers(raw, cfg)
     settings = asdict(cfg) | {k: meta[k] for k in ("x_mean", "x_std", "fingerprint")}
 
-    run, start = ROOT / "out" / cfg.name, 0
-    if (run / "ckpt.pt").is_file():
+    run, start = ROOT / cfg.out / cfg.name, 0
+    if (run / "ckpt.pt").exists():
         try:
             old = torch.load(run / "ckpt.pt", map_location="cpu", weights_only=True)
-        except Exception as e:
+            changed = [f"{k} {old['settings'].get(k)!r:.50} -> {v!r:.50}" for k, v in settings.items()
+                       if k not in FREE and old["settings"].get(k) != v]
+            if not changed:
+                raw.load_state_dict(old["model"])
+                for e, name in zip(ema, raw.state_dict(), strict=True):
+                    e.copy_(old["ema"][name])
+                for opt, state in zip(opts, old["optimizers"], strict=True):
+                    opt.load_state_dict(state)
+            start = int(old["step"])
+        except Exception as e:  # a damaged or foreign file fails in as many ways as there are formats
             sys.exit(f"{run / 'ckpt.pt'}: damaged ({type(e).__name__}); move it away, or give this run another --name")
-        changed = [k for k in settings if k not in FREE and settings[k] != old["settings"].get(k)]
         if changed:
             sys.exit(f"{run}: holds a run with other settings ({', '.join(changed)}); give this one another --name")
-        raw.load_state_dict(old["model"])
-        for e, name in zip(ema, old["ema"]):
-            e.copy_(old["ema"][name])
-        for opt, state in zip(opts, old["optimizers"]):
-            opt.load_state_dict(state)
-        start = old["step"]
         if start >= cfg.steps:
             print(f"{run}: finished at step {start}; more --steps go on from there, another --name starts anew")
             sys.exit()
-    run.mkdir(parents=True, exist_ok=True)
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        log = open(run / "log.jsonl", "a") if rank == 0 else None
+    except OSError as e:
+        sys.exit(f"{run}: not a folder that can be written ({e.strerror}); choose another --out or --name")
 
     if cfg.compile and compiler_works(device):
         for block in raw.blocks:  # one block is compiled and serves them all: as fast as the whole, in half of the start-up time
@@ -342,7 +364,6 @@ def main(argv=None):
     if rank == 0:
         print(f"{sum(p.numel() for p in params):,} parameters, {len(train_rows):,} training rows of {cfg.length} "
               f"({meta['fingerprint']}), {cfg.steps} steps of {cfg.batch_size} rows, {device.type}")
-    log = open(run / "log.jsonl", "a") if rank == 0 else None
     bar = tqdm(total=cfg.steps, initial=start, disable=rank > 0, dynamic_ncols=True)
     clock, clock_step = time.time(), start
     for step in range(start, cfg.steps):
@@ -385,6 +406,8 @@ def main(argv=None):
         if entry:
             print(json.dumps(dict(step=done) | entry), file=log, flush=True)
         if done % cfg.save_interval == 0 or done == cfg.steps:
+            if not all(p.isfinite().all() for p in params):
+                sys.exit(f"weights are not finite after step {done}, and were not saved: try a smaller --lr or a longer --warmup")
             save(run / "ckpt.pt", dict(elf_config=asdict(elf_config), settings=settings, step=done, model=raw.state_dict(),
                                        ema=dict(zip(raw.state_dict(), ema)), optimizers=[o.state_dict() for o in opts]))
     bar.close()
