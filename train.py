@@ -328,7 +328,7 @@ def main(argv=None):
     except OSError as e:
         sys.exit(f"{run}: not a folder that can be written ({e.strerror}); choose another --out or --name")
 
-    if cfg.compile and compiler_works(device):
+    if cfg.compile and cfg.steps - start >= 500 and compiler_works(device):  # costs half a minute, which shorter runs do not earn back
         for block in raw.blocks:  # one block is compiled and serves them all: as fast as the whole, in half of the start-up time
             block.compile(dynamic=False)
     net = DistributedDataParallel(raw) if world > 1 else raw
