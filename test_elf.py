@@ -263,10 +263,11 @@ def test_overfits_one_batch_and_decodes_it():
     table = torch.randn(V, E, generator=seeded(1))
     ids = torch.randint(V, (10, L), generator=seeded(2))
     x, opts = table[ids], train.optimizers(model, cfg)
-    for step in range(300):
-        mse, ce = train.losses(model, x, ids, 2, 4, **draws(10, 2, cfg, step), noise_scale=2.0, decode_noise=0.2)
-        train.objective(mse, ce, 4, cfg).backward()
+    for step in range(400):
+        mse, ce = train.losses(model, x, ids, 5, 3, **draws(10, 5, cfg, step), noise_scale=2.0, decode_noise=0.2)
+        train.objective(mse, ce, 3, cfg).backward()
         for opt in opts:
+            opt.param_groups[0]["lr"] = cfg.lr * (1 - step / 400)  # to rest at the end
             opt.step()
             opt.zero_grad()
         order = torch.randperm(10, generator=seeded(step))
