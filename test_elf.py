@@ -434,7 +434,6 @@ def worker(rank, world, model_file, folder):
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # both are here: whatever the machine's network is, it must not matter
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-    torch.set_num_threads(1)
     model, _ = load(model_file)
     net = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     cfg, rows = train.Config(), []
@@ -453,7 +452,7 @@ def worker(rank, world, model_file, folder):
 
 
 def test_two_processes_equal_one(golden_file, tmp_path):
-    worker(0, 1, golden_file, tmp_path)
+    torch.multiprocessing.spawn(worker, (1, golden_file, tmp_path), nprocs=1)
     torch.multiprocessing.spawn(worker, (2, golden_file, tmp_path), nprocs=2)
     one, a, b = (torch.load(tmp_path / f, weights_only=True) for f in ("1.0", "2.0", "2.1"))
     assert torch.allclose(one[0], (a[0] + b[0]) / 2, rtol=1e-5)
