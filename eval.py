@@ -14,7 +14,6 @@ import math
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -198,7 +197,7 @@ def main(argv=None):
     device = pick_device(args.device)
 
     items = read_samples(args.samples) if args.samples else None
-    source = args.ckpt or (items[0].get("ckpt") if items else None) or newest_run()
+    source = args.samples or args.ckpt or newest_run()
     settings = items[0] if items else None
     if not items:
         model, settings = load(source, device)
@@ -209,9 +208,9 @@ def main(argv=None):
     if not args.scorer and data == "data/docs" and name == "gpt2-large":
         sys.exit("data/docs/scorer: not there; make it (5 minutes) with: python data/docs/prepare.py --scorer")
     scorer, encode, eos, window = load_scorer(name, device)
-    folder, train = ROOT / (data or ""), None
-    if data and tokenizer and (folder / "meta.json").is_file():
-        train, val = (side.reshape(-1) for side in open_data(data)[:2])
+    train = None
+    if data and tokenizer and (ROOT / data / "meta.json").is_file():
+        train, real, _ = open_data(data)
 
     results = []
     for seed in range(args.seeds):
@@ -225,7 +224,6 @@ def main(argv=None):
             elif args.real:
                 if train is None:
                     sys.exit(f"--real: {data or source} has no prepared data here")
-                real = val[:len(val) // settings["length"] * settings["length"]].reshape(-1, settings["length"])
                 if args.real > len(real):
                     sys.exit(f"--real {args.real}: {data} has {len(real)} validation rows")
                 texts = [to_text(tokenizer, row) for row in real[np.random.default_rng(seed).permutation(len(real))[:args.real]]]
@@ -236,17 +234,15 @@ def main(argv=None):
                 extra["tokens_per_s"] = sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) / seconds  # as --ar: no padding
             rows = [encode(text) for text in texts]
             if train is not None:
-                extra["copied"] = copied([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts], train)
+                extra["copied"] = copied([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts], train.reshape(-1))
             if items and "reference" in items[0]:
                 extra |= bleu_rouge(texts, [item["reference"] for item in items])
         figures = report(rows, scorer, eos, window, **extra)
         if args.ar:
             figures.pop("gen_ppl")  # a model's own text under itself says nothing
         results.append(figures)
-        if items:
-            break
 
-    what = dict(source=args.samples or source, scorer=name)
+    what = dict(source=source, scorer=name)
     what |= dict(ar=True) if args.ar else dict(real=args.real) if args.real else {} if items else dict(
         steps=args.steps, gamma=args.gamma, w=args.w, n=args.n)
     print("  ".join(f"{k}={v}" for k, v in what.items()))

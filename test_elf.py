@@ -410,7 +410,6 @@ def test_a_run_that_blows_up_keeps_its_checkpoint(docs, tmp_path):
 def test_ema_warms_up(docs, tmp_path, run):
     """After n steps of decay min(0.9999, (1 + n) / (10 + n)), the weights' average is theirs; recomputed from every step."""
     ema, decay = None, lambda n: min(0.9999, (1 + n) / (10 + n))
-    model = {}
     for steps in (1, 2, 3):
         train.main(small(docs[0], tmp_path / "run", f"--steps={steps}"))
         content = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)

@@ -15,7 +15,6 @@ Versions of Python and of the packages change the corpus, so figures are quoted 
 import ast
 import hashlib
 import importlib.util
-import inspect
 import os
 import re
 import sys
