@@ -450,7 +450,8 @@ def worker(rank, world, model_file, folder):
         torch.distributed.destroy_process_group()
 
 
-def test_two_processes_equal_one(golden_file, tmp_path):
+def test_two_processes_equal_one(golden_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the processes spawned: two that spin on two cores stand still
     torch.multiprocessing.spawn(worker, (1, golden_file, tmp_path), nprocs=1)
     torch.multiprocessing.spawn(worker, (2, golden_file, tmp_path), nprocs=2)
     one, a, b = (torch.load(tmp_path / f, weights_only=True) for f in ("1.0", "2.0", "2.1"))
