@@ -412,6 +412,7 @@ def main(argv=None):
                                        ema=dict(zip(raw.state_dict(), ema)), optimizers=[o.state_dict() for o in opts]))
     bar.close()
     if world > 1:
+        del net  # before the process group that it holds: the other way round, gloo's thread and this one may wait for each other
         dist.destroy_process_group()
 
 
