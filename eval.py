@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from model import ROOT, autocast, from_pretrained, load, load_tokenizer, pick_device
-from sample import check_ranges, newest_run, sample, to_text
+from model import ROOT, autocast, from_pretrained, load, load_encoder, load_tokenizer, pick_device
+from sample import conditions, newest_run, read_jsonl, sample, sampling_arguments, sampling_settings, to_text
 from train import open_data
 
 
@@ -127,16 +127,17 @@ def bleu_rouge(texts, references):
             **{name: 100 * float(np.mean([s[name].fmeasure for s in each])) for name in ("rouge1", "rouge2", "rougeL")}}
 
 
-def report(rows, scorer, eos, window, **extra):
-    """The figures of one set of samples as a dict. rows: the scorer's token ids, one list a sample."""
+def report(rows, scorer, eos, window):
+    """The figures of one set of samples as a dict. rows: the scorer's token ids, one list a sample; without a scorer, no gen_ppl."""
     kept = [row for row in rows if row]
     if not kept:
         sys.exit("all samples are empty: nothing to score")
     repeats = [repetition(row) for row in kept]
-    return dict(gen_ppl=gen_ppl(scorer, kept, eos, window), entropy=float(np.mean([entropy(row[:window]) for row in kept])),
-                repeated=float(np.mean([r[0] for r in repeats])), repeat_cover=float(np.mean([r[1] for r in repeats])),
-                distinct1=distinct(kept, 1), distinct2=distinct(kept, 2), samples=len(rows), empty=len(rows) - len(kept),
-                truncated=sum(len(row) > window for row in kept), **extra)
+    return (dict(gen_ppl=gen_ppl(scorer, kept, eos, window)) if scorer else {}) | dict(
+        entropy=float(np.mean([entropy(row[:window]) for row in kept])), tokens=float(np.mean([len(row) for row in kept])),
+        repeated=float(np.mean([r[0] for r in repeats])), repeat_cover=float(np.mean([r[1] for r in repeats])),
+        distinct1=distinct(kept, 1), distinct2=distinct(kept, 2), samples=len(rows), empty=len(rows) - len(kept),
+        truncated=sum(len(row) > window for row in kept))
 
 
 def write_autoregressively(model, n, length, eos, seed, chunk=256):
@@ -151,43 +152,20 @@ def write_autoregressively(model, n, length, eos, seed, chunk=256):
     return rows
 
 
-def read_samples(file):
-    """The samples of a .jsonl file: a list of dicts, each with a `text`."""
-    found = []
-    try:
-        with open(file, encoding="utf-8") as f:
-            for number, line in enumerate(f, 1):
-                try:
-                    item = json.loads(line)
-                except (ValueError, RecursionError):
-                    sys.exit(f"{file}, line {number}: not JSON; each line is an object with a \"text\"")
-                if not isinstance(item, dict) or not isinstance(item.get("text"), str):
-                    sys.exit(f"{file}, line {number}: has no \"text\"; each line is an object with one")
-                for key in ("reference", "data", "encoder", "ckpt"):
-                    if not isinstance(item.get(key), (str, type(None))) or (key == "reference" and found and (key in item) != (key in found[0])):
-                        sys.exit(f"{file}, line {number}: {key} = {item.get(key)!r:.60}; must be text, on every line or on none")
-                found.append(item)
-    except (OSError, ValueError) as e:  # no such file, or not UTF-8
-        sys.exit(f"{file}: cannot be read ({e})")
-    return found or sys.exit(f"{file}: holds no samples")
-
-
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("samples", nargs="?", help=".jsonl file of sample.py --out")
     parser.add_argument("--ckpt", help="instead: sample from this run, file or repo id (default: the newest run under out/)")
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--gamma", type=float, default=1.5)
-    parser.add_argument("--w", type=float, default=3.0)
+    sampling_arguments(parser)
     parser.add_argument("--n", type=int, default=1000, help="samples a seed (default 1000)")
     parser.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, ...: the table gives mean ± standard error")
     parser.add_argument("--real", type=int, metavar="N", help="score N real validation rows of the run's data instead")
     parser.add_argument("--ar", action="store_true", help="the scorer writes the samples; it does not score itself")
     parser.add_argument("--scorer", help="causal LM: path or repo id (default: data/docs/scorer for runs on data/docs, else gpt2-large)")
-    parser.add_argument("--results", default="results.jsonl")
+    parser.add_argument("--results", default="results.jsonl", help="one line is appended to this file")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args(argv)
-    check_ranges(parser, args)
+    sampling_settings(parser, args, {})
     if bool(args.samples) + bool(args.real) + args.ar > 1 or args.samples and (args.ckpt or args.seeds > 1):
         parser.error("one thing at a time: a samples file, --ckpt with or without --real N, or --ar")
     try:
@@ -196,55 +174,59 @@ def main(argv=None):
         sys.exit(f"--results {args.results}: cannot be written ({e.strerror}); name another file")
     device = pick_device(args.device)
 
-    items = read_samples(args.samples) if args.samples else None
+    items = read_jsonl(args.samples, "text", ["reference", "data", "encoder", "ckpt"]) if args.samples else None
     source = args.samples or args.ckpt or newest_run()
-    settings = items[0] if items else None
-    if not items:
-        model, settings = load(source, device)
-    data, tokenizer = settings.get("data"), None
-    if settings.get("encoder"):
-        tokenizer = load_tokenizer(settings["encoder"])
-    name = args.scorer or (f"{data}/scorer" if data and (ROOT / data / "scorer").is_dir() else "gpt2-large")
-    if not args.scorer and data == "data/docs" and name == "gpt2-large":
-        sys.exit("data/docs/scorer: not there; make it (5 minutes) with: python data/docs/prepare.py --scorer")
+    model, settings = (None, items[0]) if items else load(source, device)
+    how = sampling_settings(parser, args, settings)
+    data, L, cond_length = settings.get("data"), settings["length"] if model else 0, settings.get("cond_length", 0) if model else 0
+    tokenizer = load_tokenizer(settings["encoder"]) if settings.get("encoder") else None
+    default = "data/docs/scorer" if (data or "").startswith("data/docs") else "gpt2-large"
+    name = args.scorer or (f"{data}/scorer" if data and (ROOT / data / "scorer").is_dir() else default)
+    if name == "data/docs/scorer" and not (ROOT / name).is_dir():
+        sys.exit(f"{name}: not there; make it (5 minutes) with: python data/docs/prepare.py --scorer")
     scorer, encode, eos, window = load_scorer(name, device)
-    train = None
+    train = real = None
     if data and tokenizer and (ROOT / data / "meta.json").is_file():
-        train, real, _ = open_data(data)
+        train, real, _ = open_data(data, L, cond_length)
+    if (args.real or cond_length) and (real is None or (args.real or 0) > len(real)):
+        sys.exit(f"--real {args.real}: {data or source} has {len(real or [])} validation rows here")
+
+    def sampled(seed):
+        """Texts, with figures of their making: the time, and BLEU and ROUGE where rows have conditions."""
+        more, references, n_cond = {}, None, [0] * args.n
+        if cond_length:
+            ids, n_cond = real.batch(np.random.default_rng(seed).permutation(len(real))[:args.n])
+            references = [to_text(tokenizer, row, n) for row, n in zip(ids, n_cond)]
+            _, more["condition"] = conditions(load_encoder(settings["encoder"], device), [row[:n] for row, n in zip(ids, n_cond)],
+                                              settings, device)
+        start = time.time()
+        tokens = sample(model, len(n_cond), L, **how, seed=seed, noise_scale=settings["noise_scale"], progress=True, **more)
+        seconds, texts = time.time() - start, [to_text(tokenizer, row, n, L - cond_length) for row, n in zip(tokens, n_cond)]
+        written = sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))  # as --ar counts: no padding
+        return texts, dict(tokens_per_s=written / seconds) | (bleu_rouge(texts, references) if references else {})
 
     results = []
     for seed in range(args.seeds):
-        start, extra = time.time(), {}
+        figures = {}
         if args.ar:
+            start = time.time()
             rows = write_autoregressively(scorer, args.n, window - 1, eos, seed)
-            extra["tokens_per_s"] = sum(map(len, rows)) / (time.time() - start)
+            figures["tokens_per_s"] = sum(map(len, rows)) / (time.time() - start)
+            texts = load_tokenizer(name).batch_decode(rows)
+        elif items:
+            texts = [item["text"] for item in items]
+            figures = bleu_rouge(texts, [item["reference"] for item in items]) if items[0].get("reference") else {}
+        elif args.real:
+            ids, n_cond = real.batch(np.random.default_rng(seed).permutation(len(real))[:args.real])
+            texts = [to_text(tokenizer, row, n) for row, n in zip(ids, n_cond)]
         else:
-            if items:
-                texts = [item["text"] for item in items]
-            elif args.real:
-                if train is None:
-                    sys.exit(f"--real: {data or source} has no prepared data here")
-                if args.real > len(real):
-                    sys.exit(f"--real {args.real}: {data} has {len(real)} validation rows")
-                texts = [to_text(tokenizer, row) for row in real[np.random.default_rng(seed).permutation(len(real))[:args.real]]]
-            else:
-                tokens = sample(model, args.n, settings["length"], args.steps, args.gamma, args.w, seed,
-                                noise_scale=settings["noise_scale"], progress=True)
-                seconds, texts = time.time() - start, [to_text(tokenizer, row) for row in tokens]
-                extra["tokens_per_s"] = sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) / seconds  # as --ar: no padding
-            rows = [encode(text) for text in texts]
-            if train is not None:
-                extra["copied"] = copied([tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts], train.reshape(-1))
-            if items and "reference" in items[0]:
-                extra |= bleu_rouge(texts, [item["reference"] for item in items])
-        figures = report(rows, scorer, eos, window, **extra)
-        if args.ar:
-            figures.pop("gen_ppl")  # a model's own text under itself says nothing
-        results.append(figures)
+            texts, figures = sampled(seed)
+        if train is not None:
+            figures["copied"] = copied(tokenizer(texts, add_special_tokens=False)["input_ids"], train.tokens)
+        results.append(report(rows if args.ar else [encode(text) for text in texts], None if args.ar else scorer, eos, window) | figures)
 
     what = dict(source=source, scorer=name)
-    what |= dict(ar=True) if args.ar else dict(real=args.real) if args.real else {} if items else dict(
-        steps=args.steps, gamma=args.gamma, w=args.w, n=args.n)
+    what |= dict(ar=True) if args.ar else dict(real=args.real) if args.real else {} if items else how | dict(n=args.n)
     print("  ".join(f"{k}={v}" for k, v in what.items()))
     summary = {}
     for key in results[0]:

@@ -11,6 +11,7 @@ Notable choices:
 Symbols: B rows, L positions, E embedding channels, d width, V vocabulary. Sizes of the released models: Tab. 3.
 """
 import argparse
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parent  # relative paths of data, encoders and runs start here
 PREFIX = 12  # control tokens before the text: 4 time, 4 guidance scale, 4 mode
+EOS = 1      # T5's </s>: it ends a text and fills up its row
 
 
 @dataclass
@@ -176,8 +178,11 @@ class ELF(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # loading: a checkpoint of train.py, a file in the reference's format, or a Hugging Face repo id
 
-# What a file in the reference's format does not say, and all released OpenWebText models share (Tab. 4).
-REFERENCE_SETTINGS = dict(encoder="t5-small", length=1024, noise_scale=2.0, x_mean=0.0, x_std=0.2)
+# What a file in the reference's format does not say (Tab. 4): for OpenWebText, and what differs where the name says another task.
+REFERENCE_SETTINGS = dict(encoder="t5-small", length=1024, cond_length=0, noise_scale=2.0, x_mean=0.0, x_std=0.2)
+PAIRS = dict(sample_steps=64, sample_gamma=0.0, sample_w=1.0, sample_cfg=2.0)
+REFERENCE_TASKS = {"de-en": dict(length=128, cond_length=64) | PAIRS, "xsum": dict(length=1088, cond_length=1024) | PAIRS,
+                   "PD-owt": dict(sample_steps=8, sample_w=2.5)}
 REFERENCE_NAMES = [  # the reference's parameter names -> ours
     (r"^self_cond_proj\.", "in_proj."), (r"^text_proj\.proj1\.", "bottleneck.0."), (r"^text_proj\.proj2\.", "bottleneck.1."),
     (r"^t_embedder\.mlp_", "time.mlp."), (r"^t_emb_tokens$", "time.tokens"),
@@ -234,7 +239,8 @@ def load(source, device="cpu"):
             config, state, settings = ELFConfig(**content["elf_config"]), content["ema"], content["settings"]
         else:
             config, state = from_reference(content.get("ema_params1") or content.get("params") or content)
-            settings = dict(REFERENCE_SETTINGS)
+            task = [changes for name, changes in REFERENCE_TASKS.items() if name in str(source)]
+            settings = functools.reduce(dict.__or__, task, REFERENCE_SETTINGS)
         with torch.device("meta"):
             model = ELF(config)
         model.load_state_dict(state, assign=True)
@@ -308,3 +314,33 @@ def load_tokenizer(name):
 def load_encoder(name, device="cpu"):
     from transformers import T5EncoderModel
     return from_pretrained(T5EncoderModel, name).to(device).eval().requires_grad_(False)
+
+
+def condition_mask(n_cond, L):
+    """(B, L, 1) bool: which positions of rows of L hold the condition, the first n_cond (B,) of each."""
+    return (torch.arange(L, device=n_cond.device) < n_cond[:, None])[..., None]
+
+
+@torch.no_grad()
+def embed(encoder, ids, x_mean, x_std, cond=None, drop=None):
+    """
+    Clean embeddings x (B, L, E), float32, of tokens ids (B, L), at mean 0 and unit scale.
+
+    cond  (B, L, 1) bool  a condition sees only itself, whatever follows it; the target sees both
+    drop  (B,) bool       rows whose condition is hidden: the target does not see it, and its own x is 0
+    """
+    if cond is None:
+        return (encoder(input_ids=ids).last_hidden_state.float() - x_mean) / x_std
+    if drop is None:
+        drop = torch.zeros_like(cond[:, 0, 0])
+    query, key, drop = cond, cond.mT, drop[:, None, None]
+    seen = torch.where(key, query | ~drop, ~query)  # (B, L, L)
+    # The encoder's own forward takes no such mask in every version of transformers; its blocks do, as a position bias.
+    stack, L = encoder.encoder, ids.shape[1]
+    bias = stack.block[0].layer[0].SelfAttention.compute_bias(L, L).masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
+    h = stack.embed_tokens(ids)
+    for block in stack.block:
+        h = block(h, position_bias=bias)
+        h = h if torch.is_tensor(h) else h[0]
+    x = (stack.final_layer_norm(h).float() - x_mean) / x_std
+    return x.masked_fill(cond & drop, 0.0)

@@ -18,7 +18,7 @@ import data.common
 import eval as evaluate
 import train
 from data.docs import prepare
-from model import ELF, PREFIX, PRESETS, ELFConfig, load, load_encoder, load_tokenizer, rotary_table, rotate
+from model import ELF, PREFIX, PRESETS, ELFConfig, condition_mask, embed, load, load_encoder, load_tokenizer, rotary_table, rotate
 from sample import decode, flow, sample, seeded, time_grid, to_text
 from sample import main as sample_main
 
@@ -86,6 +86,7 @@ def golden(golden_file):
 
 
 X, EPS, S = wave((2, L, E), 0.7, 0), wave((2, L, E), 1.3, 0.5), wave((2, L, E), 0.31, 1)
+NONE = torch.zeros(2, L, 1, dtype=torch.bool)  # no condition
 T, W = torch.tensor([0.3, 0.8]), torch.tensor([1.5, 3.0])
 IDS = (7 * torch.arange(2 * L) % 24).view(2, L)
 P = torch.sigmoid(0.8 * wave((2, L, 1), 0.9, 0.2) + 0.8)
@@ -108,7 +109,7 @@ def test_network_golden(golden):
 
 
 def golden_losses(model, n_dec, n_sc, w=W):
-    return train.losses(model, X, IDS, n_dec, n_sc, T, w, EPS, P[:n_dec], noise_scale=2.0, decode_noise=5.0)
+    return train.losses(model, X, IDS, NONE, n_dec, n_sc, T, w, EPS, P[:n_dec], noise_scale=2.0, decode_noise=5.0)
 
 
 def test_losses_golden(golden):
@@ -117,19 +118,23 @@ def test_losses_golden(golden):
     assert close(golden_losses(golden, 2, 0)[1], [3.889544, 3.689360])
 
 
-@pytest.mark.parametrize("gamma, first, last, mean", [
-    (0.0, [0.592020, -0.126542, 0.766406], [2.115302, -0.004808, -1.311954], 0.805458),
-    (1.5, [0.133694, -0.652191, 0.235723], [2.268517, -0.376488, -1.652228], 0.790823)])
+@pytest.mark.parametrize("gamma, w, cfg, first, last, mean", [
+    (0.0, 3.0, 1.0, [0.592020, -0.126542, 0.766406], [2.115302, -0.004808, -1.311954], 0.805458),
+    (1.5, 3.0, 1.0, [0.133694, -0.652191, 0.235723], [2.268517, -0.376488, -1.652228], 0.790823),
+    (0.0, 1.0, 2.0, [0.569505, 0.178250, 0.955029], [1.955222, -0.070467, -1.346897], 0.868474)])
 @torch.no_grad()
-def test_samplers_golden(golden, gamma, first, last, mean):
+def test_samplers_golden(golden, gamma, w, cfg, first, last, mean):
     draws = iter(range(1, 10))
 
     def noise():
         return 2 * torch.from_numpy(np.sin(1.7 * np.arange(2 * L * E) + 0.3 * next(draws))).float().view(2, L, E)
 
-    z = flow(golden, 2 * EPS, torch.tensor([0, 0.1, 0.25, 0.5, 1]), noise, gamma, w=3.0)
+    cond = condition_mask(torch.tensor([3, 2]), L) if cfg != 1 else None
+    z = flow(golden, 2 * EPS, torch.tensor([0, 0.1, 0.25, 0.5, 1]), noise, gamma, w, cond, X, cfg)
     assert close(z[0, -1, :3], first) and close(z[1, -1, -3:], last) and close(z.abs().mean(), mean)
-    assert (decode(golden, z, 3.0) == 10).all()
+    tokens = torch.full((2, L), 10)
+    tokens[1, 2] = 11 if cfg != 1 else 10
+    assert torch.equal(decode(golden, z, w), tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,8 +212,8 @@ def test_split_equals_three_forwards(golden):
     cfg = train.Config()
     x, ids = torch.randn(B, L, E, generator=seeded(1)), torch.randint(V, (B, L), generator=seeded(2))
     r = draws(B, n_dec, cfg, seed=3)
-    mse, ce = train.losses(golden, x, ids, n_dec, n_sc, **r, noise_scale=2.0, decode_noise=5.0)
-    ours = torch.autograd.grad(train.objective(mse, ce, n_sc, cfg), golden.parameters())
+    mse, ce = train.losses(golden, x, ids, NONE[:1].expand(B, L, 1), n_dec, n_sc, **r, noise_scale=2.0, decode_noise=5.0)
+    ours = torch.autograd.grad(train.objective(mse, ce, torch.full((B,), L), n_sc, cfg), golden.parameters())
 
     is_dec = torch.arange(B) < n_dec
     is_sc = (torch.arange(B) >= n_dec) & (torch.arange(B) < n_dec + n_sc)
@@ -251,7 +256,7 @@ def test_kinds_do_not_change_the_objective():
     cfg = train.Config()
     for B in (5, 7, 13, 64):
         n_dec, n_sc = train.kinds(B, cfg)
-        assert abs(train.objective(torch.ones(B - n_dec), torch.ones(n_dec), n_sc, cfg) - 1) < 1e-6
+        assert abs(train.objective(torch.ones(B - n_dec), torch.ones(n_dec), torch.full((B,), L), n_sc, cfg) - 1) < 1e-6
     with pytest.raises(SystemExit, match="too few"):
         train.kinds(2, cfg)
 
@@ -264,8 +269,8 @@ def test_overfits_one_batch_and_decodes_it():
     ids = torch.randint(V, (10, L), generator=seeded(2))
     x, opts = table[ids], train.optimizers(model, cfg)
     for step in range(400):
-        mse, ce = train.losses(model, x, ids, 5, 3, **draws(10, 5, cfg, step), noise_scale=2.0, decode_noise=0.2)
-        train.objective(mse, ce, 3, cfg).backward()
+        mse, ce = train.losses(model, x, ids, NONE[:1].expand(10, L, 1), 5, 3, **draws(10, 5, cfg, step), noise_scale=2.0, decode_noise=0.2)
+        train.objective(mse, ce, torch.full((10,), L), 3, cfg).backward()
         for opt in opts:
             opt.param_groups[0]["lr"] = cfg.lr * (1 - step / 400)  # to rest at the end
             opt.step()
@@ -440,8 +445,8 @@ def worker(rank, world, model_file, folder):
     n_dec, n_sc = train.kinds(len(rows), cfg)
     r = draws(20, 4, cfg, seed=3)
     r = {k: v[rows[:n_dec] if k == "p" else rows] for k, v in r.items()}
-    mse, ce = train.losses(net, x, ids, n_dec, n_sc, **r, noise_scale=2.0, decode_noise=5.0)
-    loss = train.objective(mse, ce, n_sc, cfg)
+    mse, ce = train.losses(net, x, ids, NONE[:1].expand(len(x), L, 1), n_dec, n_sc, **r, noise_scale=2.0, decode_noise=5.0)
+    loss = train.objective(mse, ce, torch.full((len(x),), L), n_sc, cfg)
     loss.backward()
     torch.save([loss.detach(), *(p.grad for p in model.parameters())], f"{folder}/{world}.{rank}")
     if world > 1:
@@ -479,7 +484,7 @@ def test_sample_program(run, tmp_path, capsys):
     shown = capsys.readouterr()
     assert shown.out.splitlines()[4:] == [line["text"] for line in lines]                   # seeds repeat, --out or not
     assert [line[:4] for line in shown.out.splitlines()[:4]] == ["t = "] * 4
-    for path, says in ((out, "exists already"), (tmp_path / "no" / "x.jsonl", "cannot be written")):
+    for path, says in ((out, "--force"), (tmp_path / "no" / "x.jsonl", "cannot be written")):
         with pytest.raises(SystemExit, match=says):
             sample_main(["--ckpt", str(run), "--out", str(path)])
 
@@ -714,7 +719,7 @@ def test_eval_program(scorer, run, docs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("content, says", [('{"text": "a"}\nnope\n', "line 2: not JSON"), ('{"txt": "a"}\n', 'line 1: has no "text"'),
-                                           ("", "holds no samples"), (None, "cannot be read")])
+                                           ("", "is empty"), (None, "cannot be read")])
 def test_eval_errors(content, says, tmp_path):
     if content is not None:
         (tmp_path / "s.jsonl").write_text(content)

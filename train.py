@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import ELF, ROOT, ELFConfig, autocast, load_encoder, load_tokenizer, pick_device
-from sample import sample, seeded, to_text
+from model import ELF, EOS, ROOT, ELFConfig, autocast, condition_mask, embed, load, load_encoder, load_tokenizer, pick_device
+from sample import conditions, sample, seeded, to_text
 
 
 @dataclass
@@ -40,6 +40,8 @@ class Config:
     prepare: str = ""              # the script that makes that folder, run when it is missing
     encoder: str = "t5-small"      # folder or Hugging Face repo id of the frozen T5; its tokenizer lies beside it
     length: int = 1024             # L, tokens a row
+    cond_length: int = 0           # of which at most so many are the condition; data of pairs only
+    init_from: str = ""            # start from these weights: run, file or Hugging Face repo id
     # the network (Tab. 3)
     depth: int = 12
     dim: int = 768
@@ -55,7 +57,13 @@ class Config:
     w_max: float = 5.0
     decode_mean: float = 0.8       # decode rows keep a share sigmoid(N(decode_mean, decode_std^2)) of each embedding
     decode_std: float = 0.8
-    decode_noise: float = 5.0
+    decode_noise: float = 5.0      # 1 for conditional tasks
+    cond_drop: float = 0.1         # of the rows with a condition: it is hidden, so that sampling can guide by it
+    # sampling, unless sample.py is told otherwise
+    sample_steps: int = 32
+    sample_gamma: float = 1.5
+    sample_w: float = 3.0
+    sample_cfg: float = 1.0
     # optimisation
     steps: int = 95_000
     batch_size: int = 512          # rows a step, over all processes
@@ -78,7 +86,7 @@ class Config:
     compile: bool = True           # where there is a compiler
 
 
-FREE = {"name", "out", "prepare", "steps", "log_interval", "val_interval", "val_rows", "sample_interval", "sample_rows",
+FREE = {"name", "out", "prepare", "init_from", "steps", "sample_steps", "sample_gamma", "sample_w", "sample_cfg", "log_interval", "val_interval", "val_rows", "sample_interval", "sample_rows",
         "save_interval", "device", "bf16", "compile"}  # settings that a resumed run may change
 
 
@@ -117,7 +125,7 @@ def configure(argv):
     for key, value in asdict(cfg).items():
         if types[key] in (int, float):
             low = -100 if key in ("t_mean", "decode_mean") else 0
-            zero = key in ("seed", "warmup", "ema", "t_std", "decode_std", "decode_noise")  # may be 0
+            zero = key in ("seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cond_length", "cond_drop", "sample_gamma", "sample_cfg")
             if not (low < value < 1e9 or value == 0 and zero):
                 sys.exit(f"{key} = {value}: must be {'at least' if zero else 'greater than'} {low}, and below 1e9")
     if not re.fullmatch(r"\w[\w.-]{0,99}", cfg.name):
@@ -152,7 +160,7 @@ def kinds(B, cfg):
 
 
 def draw(B, L, E, n_dec, cfg, rng):
-    """Everything random in one step: t (B,), w (B,), eps (B, L, E) at unit scale, p (n_dec, L, 1)."""
+    """Everything random in one step but `drop`: t (B,), w (B,), eps (B, L, E) at unit scale, p (n_dec, L, 1)."""
     def normal(*shape):
         return torch.randn(*shape, generator=rng, device=rng.device)
     u = torch.rand(B, generator=rng, device=rng.device)
@@ -162,23 +170,27 @@ def draw(B, L, E, n_dec, cfg, rng):
                 p=torch.sigmoid(cfg.decode_mean + cfg.decode_std * normal(n_dec, L, 1)))
 
 
-def losses(model, x, ids, n_dec, n_sc, t, w, eps, p, noise_scale, decode_noise):
+def losses(model, x, ids, cond, n_dec, n_sc, t, w, eps, p, noise_scale, decode_noise):
     """
     Per-row losses of one batch (Alg. 1): rows [0, n_dec) decode, the next n_sc self-condition, the rest are plain.
 
-    x (B, L, E) clean embeddings, ids (B, L) their tokens; the draws t, w, eps, p as in `draw`.
-    returns   mse (B - n_dec,) on the velocity, ce (n_dec,) of the tokens
+    x     (B, L, E)       clean embeddings; 0 where a condition is dropped
+    ids   (B, L)          their tokens
+    cond  (B, L, 1) bool  the positions of a condition: denoising leaves them clean, and no loss counts there
+    t, w, eps, p          as in `draw`
+    returns  mse (B - n_dec,) on the velocity, ce (n_dec,) of the tokens: means over each row's target
     """
     t = torch.cat([torch.ones_like(t[:n_dec]), t[n_dec:]])
     t_ = t[n_dec:, None, None]
     z = torch.cat([p * x[:n_dec] + (1 - p) * decode_noise * eps[:n_dec],                  # decode: each token its own noise
                    t_ * x[n_dec:] + (1 - t_) * noise_scale * eps[n_dec:]])                # denoise: z_t = t x + (1 - t) eps
+    clean = cond & (torch.arange(len(x), device=x.device) >= n_dec)[:, None, None]        # where z and x_sc hold the condition
+    z, x_sc = torch.where(clean, x, z), torch.where(clean, x, 0.0)
     sc = slice(n_dec, n_dec + n_sc)
-    x_sc = torch.zeros_like(z)
     if n_sc:
         with torch.no_grad():                                                             # an unconditional first guess
             x_u = getattr(model, "module", model)(z[sc], x_sc[sc], t[sc], w[sc])[0].float()
-        x_sc = torch.cat([x_sc[:n_dec], x_u, x_sc[n_dec + n_sc:]])
+        x_sc = torch.cat([x_sc[:n_dec], torch.where(cond[sc], x[sc], x_u), x_sc[n_dec + n_sc:]])
 
     x_pred, logits = model(z, x_sc, t, w, n_dec)
 
@@ -188,22 +200,70 @@ def losses(model, x, ids, n_dec, n_sc, t, w, eps, p, noise_scale, decode_noise):
         v_u = (x_u - z[sc]) / c[:n_sc]
         guided = v[:n_sc] + (1 - 1 / w[sc, None, None]) * (v_pred[:n_sc].detach() - v_u)
         v = torch.cat([guided, v[n_sc:]])
-    mse = (v_pred - v).square().mean((1, 2))
-    ce = F.cross_entropy(logits.float().transpose(1, 2), ids[:n_dec], reduction="none").mean(1)   # Eq. 2
-    return mse, ce
+    mse = (v_pred - v).square().mean(2)                                                   # (B - n_dec, L)
+    ce = F.cross_entropy(logits.float().transpose(1, 2), ids[:n_dec], reduction="none")   # Eq. 2, (n_dec, L)
+    target = ~cond[..., 0]
+    return mean(mse, target[n_dec:], 1), mean(ce, target[:n_dec], 1)
 
 
-def objective(mse, ce, n_sc, cfg):
-    """0.2 CE + 0.4 MSE (self-conditioned) + 0.4 MSE (plain): shares, not row counts, so rounding does not change it."""
-    plain_share = 1 - cfg.decode_share - cfg.self_cond_share
-    return cfg.decode_share * ce.mean() + cfg.self_cond_share * mse[:n_sc].mean() + plain_share * mse[n_sc:].mean()
+def mean(values, counts, dim=None):
+    return (values * counts).sum(dim) / counts.sum(dim)
+
+
+def objective(mse, ce, n_target, n_sc, cfg):
+    """
+    0.2 CE + 0.4 MSE (self-conditioned) + 0.4 MSE (plain): shares, not row counts, so rounding does not change it.
+    n_target (B,): how many positions each row's loss stands for; each of the three is a mean over all those of its rows.
+    """
+    n_dec, plain_share = len(ce), 1 - cfg.decode_share - cfg.self_cond_share
+    n_ce, n_mse = n_target[:n_dec], n_target[n_dec:]
+    return (cfg.decode_share * mean(ce, n_ce) + cfg.self_cond_share * mean(mse[:n_sc], n_mse[:n_sc])
+            + plain_share * mean(mse[n_sc:], n_mse[n_sc:]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # data
 
-def open_data(data, length=None, prepare=""):
-    """(train rows, val rows, meta) of data, memory-mapped; makes the folder first if prepare says how."""
+class Rows:
+    """
+    One side of a data set (see data/README.md), memory-mapped: a stream of tokens cut into rows of L, or pairs of a condition
+    and a target, where each row is both, cut to fit, and filled up with </s>.
+    """
+
+    def __init__(self, file, dtype, L, cond_length=0, pairs=False):
+        try:
+            self.L, self.cond_length, self.tokens = L, cond_length, np.memmap(file, dtype, "r")
+            self.offsets = np.memmap(file.with_suffix(".idx"), np.uint64, "r") if pairs else None
+        except (OSError, ValueError) as e:  # missing, empty, or not whole tokens
+            sys.exit(f"{file}: missing, empty or cut short ({e}); delete {file.parent.name}/meta.json and prepare the data again")
+        if pairs and (len(self.offsets) % 2 == 0 or self.offsets[-1] != len(self.tokens)):
+            sys.exit(f"{file}: {len(self.tokens)} tokens do not match {file.stem}.idx; delete meta.json there and prepare the data again")
+        if len(self) == 0:
+            sys.exit(f"{file}: {len(self.tokens)} tokens, less than one row of length = {L}; choose a smaller --length or more text")
+
+    def __len__(self):
+        return len(self.tokens) // self.L if self.offsets is None else len(self.offsets) // 2
+
+    def batch(self, where):
+        """Rows `where` as ids (B, L) int64, of which the first n_cond (B,) are the condition."""
+        ids, n_cond = np.full((len(where), self.L), EOS, np.int64), np.zeros(len(where), np.int64)
+        for row, i in enumerate(where):
+            if self.offsets is None:
+                ids[row] = self.tokens[i * self.L:(i + 1) * self.L]
+            else:
+                a, b, c = self.offsets[2 * i:2 * i + 3].astype(np.int64)
+                cond, target = self.tokens[a:min(b, a + self.cond_length)], self.tokens[b:c]
+                n_cond[row] = len(cond)
+                both = np.concatenate([cond, target[:self.L - len(cond)]])
+                ids[row, :len(both)] = both
+        return ids, n_cond
+
+
+def open_data(data, length=0, cond_length=0, encoder="", prepare=""):
+    """
+    (train, val, meta) of the folder data: two `Rows`, and the dict in its meta.json. Makes the folder first if prepare says how.
+    length, cond_length, encoder: what the run's config says; SystemExit with one line where the data says otherwise.
+    """
     folder = ROOT / data
     if not (folder / "meta.json").is_file():
         script = folder / "prepare.py"
@@ -216,18 +276,19 @@ def open_data(data, length=None, prepare=""):
         meta = json.loads((folder / "meta.json").read_text())
         dtype, L = {"uint16": np.dtype("uint16"), "uint32": np.dtype("uint32")}[meta["dtype"]], int(meta["length"])
         x_mean, x_std = (np.array(meta[k], float) for k in ("x_mean", "x_std"))
-        if not (np.isfinite(x_mean).all() and (x_std > 0).all() and x_mean.shape == x_std.shape and type(meta["fingerprint"]) is str):
-            raise ValueError("x_mean, x_std or fingerprint is off")
+        if not (np.isfinite(x_mean).all() and (x_std > 0).all() and x_mean.shape == x_std.shape and type(meta["fingerprint"]) is str
+                and type(meta["encoder"]) is str and type(meta["pairs"]) is bool and 0 <= L < 2**24):
+            raise ValueError("x_mean, x_std, length, encoder, pairs or fingerprint is off")
     except (OSError, ValueError, KeyError, TypeError) as e:
         sys.exit(f"{folder}/meta.json: damaged ({type(e).__name__}: {e}); delete it and prepare the data again")
-    if length and length != L:
+    if length and L and length != L:
         sys.exit(f"length = {length}: {data} holds rows of {L} tokens")
-    rows = []
-    for file in (folder / "train.bin", folder / "val.bin"):
-        size = file.stat().st_size if file.is_file() else 0
-        if size == 0 or size % (L * dtype.itemsize):
-            sys.exit(f"{file}: {size} bytes are not whole rows of {L} {dtype} tokens; delete {data}/meta.json and prepare the data again")
-        rows.append(np.memmap(file, dtype=dtype, mode="r").reshape(-1, L))
+    if encoder and (ROOT / encoder).resolve() not in [(at / meta["encoder"]).resolve() for at in (ROOT, folder)]:
+        sys.exit(f"encoder = {encoder}: {data} was prepared for {meta['encoder']}; prepare it again, or give --encoder={meta['encoder']}")
+    if bool(cond_length) != meta["pairs"] and length or cond_length >= max(1, length):
+        sys.exit(f"cond_length = {cond_length}: must be from 1 to length - 1 for data of pairs, and 0 for other data; {data} "
+                 f"{'holds' if meta['pairs'] else 'does not hold'} pairs")
+    rows = (Rows(folder / f"{side}.bin", dtype, length or L or 1, cond_length, meta["pairs"]) for side in ("train", "val"))
     return *rows, meta
 
 
@@ -287,10 +348,10 @@ def main(argv=None):
     n_dec, n_sc = kinds(B, cfg)
 
     if rank == 0:
-        open_data(cfg.data, cfg.length, cfg.prepare)  # may prepare it
+        open_data(cfg.data, cfg.length, cfg.cond_length, cfg.encoder, cfg.prepare)  # may prepare it
     if world > 1:
         dist.barrier()
-    train_rows, val_rows, meta = open_data(cfg.data, cfg.length)
+    train_rows, val_rows, meta = open_data(cfg.data, cfg.length, cfg.cond_length, cfg.encoder)
     tokenizer, encoder = load_tokenizer(cfg.encoder), load_encoder(cfg.encoder, device)
     x_mean, x_std = (torch.tensor(meta[k], device=device) for k in ("x_mean", "x_std"))  # numbers, or one per channel
     if x_mean.numel() not in (1, encoder.config.d_model):
@@ -322,6 +383,12 @@ def main(argv=None):
         if start >= cfg.steps:
             print(f"{run}: finished at step {start}; more --steps go on from there, another --name starts anew")
             sys.exit()
+    elif cfg.init_from:
+        other, _ = load(cfg.init_from, device)
+        if differ := [f"{k} {getattr(other.config, k)}, here {v}" for k, v in asdict(elf_config).items() if getattr(other.config, k) != v]:
+            sys.exit(f"init_from = {cfg.init_from}: a network of other sizes ({'; '.join(differ)}); set these to fit")
+        raw.load_state_dict(other.state_dict())
+        torch._foreach_copy_(ema, [p.detach() for p in params])
     try:
         run.mkdir(parents=True, exist_ok=True)
         log = open(run / "log.jsonl", "a") if rank == 0 else None
@@ -334,15 +401,21 @@ def main(argv=None):
     net = DistributedDataParallel(raw) if world > 1 else raw
 
     def batch_losses(model, rows, rng):
-        """mse and ce of some rows (B, L) of token ids: encode (the encoder is frozen), draw the noise, run `losses`."""
-        if rows.max() >= len(tokenizer):
-            sys.exit(f"{cfg.data}: token id {rows.max()} in it, but {cfg.encoder} has {len(tokenizer)} tokens; prepare the data for this encoder")
-        ids = torch.from_numpy(rows.astype(np.int64)).to(device)
+        """`losses` of some rows, and their n_target: encode (the encoder is frozen), draw the noise, run the network."""
+        ids, n_cond = rows
+        if ids.max() >= len(tokenizer):
+            sys.exit(f"{cfg.data}: token id {ids.max()} in it, but {cfg.encoder} has {len(tokenizer)} tokens; prepare the data for this encoder")
+        ids, n_cond = torch.from_numpy(ids).to(device), torch.from_numpy(n_cond).to(device)
+        cond = condition_mask(n_cond, cfg.length)
         with autocast(device, cfg.bf16):
-            with torch.no_grad():
-                x = (encoder(input_ids=ids).last_hidden_state.float() - x_mean) / x_std
-            return losses(model, x, ids, n_dec, n_sc, **draw(*x.shape, n_dec, cfg, rng),
-                          noise_scale=cfg.noise_scale, decode_noise=cfg.decode_noise)
+            if meta["pairs"]:
+                drop = torch.rand(B, generator=rng, device=device) < cfg.cond_drop
+                x = embed(encoder, ids, x_mean, x_std, cond, drop)
+            else:
+                x = embed(encoder, ids, x_mean, x_std)
+            mse, ce = losses(model, x, ids, cond, n_dec, n_sc, **draw(*x.shape, n_dec, cfg, rng),
+                             noise_scale=cfg.noise_scale, decode_noise=cfg.decode_noise)
+        return mse, ce, cfg.length - n_cond
 
     def swap_ema():
         for p, e in zip(params, ema):
@@ -353,13 +426,20 @@ def main(argv=None):
         """MSE of the plain rows and CE, of the EMA weights, on the same rows with the same noise every time."""
         total, count = np.zeros(2), -(-min(cfg.val_rows, len(val_rows)) // B)
         for i in range(count):
-            mse, ce = batch_losses(raw, val_rows[np.arange(i * B, (i + 1) * B) % len(val_rows)], seeded(1234, i, device=device))
-            total += [mse[n_sc:].mean().item(), ce.mean().item()]
+            mse, ce, n = batch_losses(raw, val_rows.batch(np.arange(i * B, (i + 1) * B) % len(val_rows)), seeded(1234, i, device=device))
+            total += [mean(mse[n_sc:], n[n_dec + n_sc:]).item(), mean(ce, n[:n_dec]).item()]
         return dict(zip(("val_mse", "val_ce"), (total / count).round(5).tolist()))
 
     def show_samples():
-        tokens = sample(raw, cfg.sample_rows, cfg.length, noise_scale=cfg.noise_scale, seed=cfg.seed)
-        return [to_text(tokenizer, row) for row in tokens]
+        """A few samples; of pairs: those of the first validation rows, as `condition -> sample | target`."""
+        how = dict(steps=cfg.sample_steps, gamma=cfg.sample_gamma, w=cfg.sample_w, cfg=cfg.sample_cfg, seed=cfg.seed, noise_scale=cfg.noise_scale)
+        if not meta["pairs"]:
+            return [to_text(tokenizer, row) for row in sample(raw, cfg.sample_rows, cfg.length, **how)]
+        ids, n_cond = val_rows.batch(range(min(cfg.sample_rows, len(val_rows))))
+        _, condition = conditions(encoder, [row[:n] for row, n in zip(ids, n_cond)], settings, device)
+        tokens = sample(raw, len(ids), cfg.length, **how, condition=condition)
+        return [f"{to_text(tokenizer, real[:n])} -> {to_text(tokenizer, row, n)} | {to_text(tokenizer, real, n)}"
+                for real, row, n in zip(ids, tokens, n_cond)]
 
     if rank == 0:
         print(f"{sum(p.numel() for p in params):,} parameters, {len(train_rows):,} training rows of {cfg.length} "
@@ -372,8 +452,8 @@ def main(argv=None):
         for micro in range(cfg.accum):
             first = (rank * cfg.accum + micro) * B
             with net.no_sync() if world > 1 and micro < cfg.accum - 1 else nullcontext():
-                mse, ce = batch_losses(net, train_rows[rows[first:first + B]], seeded(cfg.seed, step, rank, micro, device=device))
-                (objective(mse, ce, n_sc, cfg) / cfg.accum).backward()
+                mse, ce, n = batch_losses(net, train_rows.batch(rows[first:first + B]), seeded(cfg.seed, step, rank, micro, device=device))
+                (objective(mse, ce, n, n_sc, cfg) / cfg.accum).backward()
         torch.nn.utils.clip_grad_norm_(params, cfg.clip)
         for opt in opts:
             for group in opt.param_groups:
@@ -389,7 +469,7 @@ def main(argv=None):
         if done % cfg.log_interval == 0 or done == cfg.steps:
             rate = (done - clock_step) * cfg.batch_size * cfg.length / (time.time() - clock)
             clock, clock_step = time.time(), done
-            entry = dict(loss=objective(mse, ce, n_sc, cfg).item(), mse=mse.mean().item(), ce=ce.mean().item(), tokens_per_s=rate)
+            entry = dict(loss=objective(mse, ce, n, n_sc, cfg).item(), mse=mse.mean().item(), ce=ce.mean().item(), tokens_per_s=rate)
             if not np.isfinite(entry["loss"]):
                 sys.exit(f"loss is {entry['loss']} at step {done}; the last checkpoint is kept: try a smaller --lr or a longer --warmup")
             bar.set_postfix_str(f"loss {entry['loss']:.3f} mse {entry['mse']:.3f} ce {entry['ce']:.3f} {rate:,.0f} tok/s")

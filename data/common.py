@@ -17,11 +17,10 @@ SPECIAL = ["<pad>", "</s>", "<unk>", "<extra_id_0>"]
 
 
 def train_tokenizer(texts, vocab_size):
-    """A T5-style unigram tokenizer learned from texts."""
-    tokenizer = Tokenizer(models.Unigram())
+    """A BPE tokenizer learned from texts, with T5's special tokens. (A unigram one, T5's kind, differs a little from run to run.)"""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=vocab_size, special_tokens=SPECIAL,
-                                                                 unk_token="<unk>", show_progress=False))
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=SPECIAL, show_progress=False))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
                                    additional_special_tokens=["<extra_id_0>"])
 
@@ -117,7 +116,7 @@ def write_dataset(folder, train, val, tokenizer, encoder, fingerprint):
     encoder.save_pretrained(folder / "t5")
     train.tofile(folder / "train.bin")
     val.tofile(folder / "val.bin")
-    meta = dict(length=train.shape[1], dtype=str(train.dtype), vocab_size=len(tokenizer), train_rows=len(train), val_rows=len(val),
+    meta = dict(length=train.shape[1], dtype=str(train.dtype), pairs=False, encoder="t5", vocab_size=len(tokenizer), train_rows=len(train), val_rows=len(val),
                 fingerprint=fingerprint, x_mean=hidden.mean((0, 1)).tolist(), x_std=hidden.std((0, 1)).tolist())
     temporary = folder / "meta.json.tmp"
     temporary.write_text(json.dumps(meta, indent=1))
