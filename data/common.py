@@ -168,8 +168,14 @@ class Files:
                 self.file(f"{side}.idx").write(np.uint64(count["tokens"]).tobytes())
         count["rows"] += 1
 
-    def finish(self, encoder, vocab_size, x_mean=None, x_std=None, length=0, fingerprint=None):
-        """All files under their own names, meta.json last. Statistics and fingerprint that are not given are taken from the tokens."""
+    def finish(self, name, vocab_size, encoder=None, length=0, fingerprint=None):
+        """
+        All files under their own names, meta.json last.
+
+        name          the encoder's, as meta.json shall have it
+        encoder       T5EncoderModel to take the statistics with, on rows of 128 tokens where length does not fix them; None: the paper's
+        fingerprint   where it is not that of the files
+        """
         for file in self.open.values():
             file.close()
         order = [side for side in ("train", "val", "test") if side in self.counts]
@@ -177,26 +183,23 @@ class Files:
             rows = ", ".join(f"{count['rows']:,} {side}" for side, count in self.counts.items()) or "none"
             sys.exit(f"{shown(self.folder)}: no rows for {'train' if order[:1] != ['train'] else 'val'} (rows: {rows}): too little text; "
                      "add some, or raise --val_share or --limit where the script has them")
-        if x_mean is None and Path(encoder).name == "t5-small":
-            x_mean, x_std = 0.0, 0.2  # the paper's
-        elif x_mean is None:
+        figures = dict(x_mean=0.0, x_std=0.2)  # t5-small's, in the paper
+        if encoder is not None:
             ids = np.memmap(self.folder / "train.bin.tmp", dtype=self.dtype, mode="r")
-            ids = ids[:len(ids) // 128 * 128].reshape(-1, 128) if len(ids) >= 128 else ids[None]
-            x_mean, x_std = statistics(load_encoder(encoder, pick_device()), ids).values()
+            L = min(length or 128, len(ids))
+            figures = statistics(encoder, ids[:len(ids) // L * L].reshape(-1, L))
         digest = hashlib.sha256()
-        for name in [f"{side}.{kind}" for side in order for kind in ("bin", "idx") if f"{side}.{kind}" in self.open]:
-            with open(self.folder / f"{name}.tmp", "rb") as f:
+        for file in [self.open[f"{side}.{kind}"].name for side in order for kind in (("bin", "idx") if self.pairs else ("bin",))]:
+            with open(file, "rb") as f:
                 while block := f.read(1 << 20):
                     digest.update(block)
-        meta = dict(dtype=str(self.dtype), pairs=self.pairs, length=length, encoder=str(encoder), vocab_size=vocab_size,
-                    counts={side: self.counts[side] for side in order}, fingerprint=fingerprint or digest.hexdigest()[:12],
-                    x_mean=x_mean, x_std=x_std)
+        meta = dict(dtype=str(self.dtype), pairs=self.pairs, length=length, encoder=name, vocab_size=vocab_size,
+                    counts={side: self.counts[side] for side in order}, fingerprint=fingerprint or digest.hexdigest()[:12]) | figures
         replaced = (self.folder / "meta.json").is_file()
-        for name in ["meta.json", *(f"{side}.{kind}" for side in ("train", "val", "test") for kind in ("bin", "idx"))]:
-            (self.folder / name).unlink(missing_ok=True)  # meta.json first: from here on the folder is not complete
-        for name in [*self.open]:
-            os.replace(self.folder / f"{name}.tmp", self.folder / name)
-            del self.open[name]
+        for file in ["meta.json", *(f"{side}.{kind}" for side in ("train", "val", "test") for kind in ("bin", "idx"))]:
+            (self.folder / file).unlink(missing_ok=True)  # meta.json first: from here on the folder is not complete
+        for file in self.open:
+            os.replace(self.folder / f"{file}.tmp", self.folder / file)
         temporary = self.folder / "meta.json.tmp"
         temporary.write_text(json.dumps(meta, indent=1))
         os.replace(temporary, self.folder / "meta.json")
@@ -208,9 +211,9 @@ class Files:
         return self
 
     def __exit__(self, *_):
-        for name, file in self.open.items():
+        for file in self.open.values():
             file.close()
-            (self.folder / f"{name}.tmp").unlink(missing_ok=True)
+            Path(file.name).unlink(missing_ok=True)
 
 
 def write_dataset(folder, train, val, tokenizer, encoder, fingerprint):
@@ -221,7 +224,7 @@ def write_dataset(folder, train, val, tokenizer, encoder, fingerprint):
         for side, rows in (("train", train), ("val", val)):
             for row in rows:
                 files.add(side, [row])
-        files.finish(shown(Path(folder) / "t5"), len(tokenizer), **statistics(encoder, train), length=train.shape[1], fingerprint=fingerprint)
+        files.finish(shown(Path(folder) / "t5"), len(tokenizer), encoder, train.shape[1], fingerprint)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -304,8 +307,8 @@ def as_they_are(items, vocab_size, dtype, val_share):
     for number, (_, [ids]) in enumerate(items):
         ids = np.asarray(ids, dtype=np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-            sys.exit(f"row {number}: token id {ids.min() if ids.min() < 0 else ids.max()} in it, but the encoder's vocabulary has {vocab_size}; "
-                     "name the --encoder that made them")
+            sys.exit(f"row {number}: token id {ids.min() if ids.min() < 0 else ids.max()} in it, but the encoder's vocabulary has "
+                     f"{vocab_size}; name the --encoder that made them")
         ids = ids.astype(dtype)
         yield side_of(ids.tobytes(), val_share), [ids] if len(ids) else None
 
@@ -322,6 +325,7 @@ def build(args, items, pairs=False, val_share=0.0, total=None, pretokenized=Fals
     tokenizer = load_tokenizer(args.encoder)
     if not tokenizer.is_fast or tokenizer.eos_token_id != EOS:
         sys.exit(f"--encoder {args.encoder}: needs a fast tokenizer whose </s> is token {EOS}, as every T5 has")
+    encoder = None if Path(args.encoder).name == "t5-small" else load_encoder(args.encoder, pick_device())  # early: it may not be there
     dtype = np.dtype("uint16" if len(tokenizer) <= 65535 else "uint32")
     if pretokenized:
         rows = as_they_are(items, len(tokenizer), dtype, val_share)
@@ -337,7 +341,7 @@ def build(args, items, pairs=False, val_share=0.0, total=None, pretokenized=Fals
                     files.add(side, parts)
             if dropped:
                 print(f"{dropped:,} rows dropped: {'condition or target' if pairs else 'they'} had no token")
-            files.finish(args.encoder, len(tokenizer))
+            files.finish(args.encoder, len(tokenizer), encoder)
     except KeyboardInterrupt:
         sys.exit(f"interrupted: {shown(args.out)} is as it was; the same command starts anew")
     except OSError as e:
@@ -365,12 +369,12 @@ def share(text):
 def options(doc, folder, repo=None):
     """The parser of a prepare.py that lies in `folder`; with `repo`, of one that reads that Hugging Face dataset."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--encoder", default="t5-small", help="T5 whose tokens to write: a repo id, or a folder like data/docs/t5 (%(default)s)")
+    parser.add_argument("--encoder", default="t5-small", help="T5 whose tokens to write: repo id or folder, like data/docs/t5 (%(default)s)")
     parser.add_argument("--workers", type=whole, default=os.cpu_count(), help="processes (%(default)s)")
     parser.add_argument("--out", type=Path, default=folder, help="folder to write instead of the script's own")
     if repo:
-        parser.add_argument("--repo", default=repo, help="another repo id, or a folder of Parquet files with the same columns (%(default)s)")
-        parser.add_argument("--limit", type=whole, metavar="N", help="the first N rows of each split only: a trial, best in an --out of its own")
+        parser.add_argument("--repo", default=repo, help="another repo id, or a folder of Parquet files, with its columns (%(default)s)")
+        parser.add_argument("--limit", type=whole, metavar="N", help="the first N rows of each split: a trial, best in an --out of its own")
     return parser
 
 

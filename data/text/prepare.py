@@ -72,7 +72,8 @@ def records(file):
             record = json.loads(line)
         except (ValueError, RecursionError) as e:
             sys.exit(f"{where}: not JSON ({e})")
-        keys = next((keys for keys in (("text",), ("input", "output")) if isinstance(record, dict) and all(k in record for k in keys)), None)
+        record = record if isinstance(record, dict) else {}
+        keys = next((keys for keys in (("text",), ("input", "output")) if all(key in record for key in keys)), None)
         if not keys:
             sys.exit(f'{where}: must have "text", or "input" and "output"')
         for key in keys:
@@ -92,8 +93,8 @@ def items(files):
         for count, texts in enumerate(READERS[suffix(file)](file), start=1):
             kind = kind or len(texts)
             if len(texts) != kind:
-                sys.exit(f"{file}: {'pairs' if kind == 1 else 'documents'} here, {'documents' if kind == 1 else 'pairs'} before; prepare them apart, "
-                         "each into its own --out")
+                here, before = ("pairs", "documents") if kind == 1 else ("documents", "pairs")
+                sys.exit(f"{file}: {here} here, {before} before; prepare them apart, each into its own --out")
             yield None, texts
         if not count:
             sys.exit(f"{file}: no text in it")
