@@ -946,6 +946,21 @@ def test_paired_datasets(name, row, docs, spell, tmp_path):
     assert [len(r) for r in prepare_hub(name, docs, tmp_path / "trial", "--repo", repo, "--limit", "3")[1].values()] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("name, row, repo, where", [
+    ("openwebtext", dict(text="the file"), "Skylion007/openwebtext", dict(revision="refs/convert/parquet")),
+    ("wmt14_de_en", dict(translation=dict(de="the file", en="a list")), "wmt/wmt14", dict(name="de-en")),
+    ("xsum", dict(document="the file", summary="a list"), "EdinburghNLP/xsum", dict(revision="refs/convert/parquet"))])
+def test_the_hub_is_asked_for_parquet(name, row, repo, where, docs, tmp_path, monkeypatch):
+    """A whole dataset is downloaded, not streamed, from the revision that holds Parquet; the hub is a folder here."""
+    folder = parquet(tmp_path / "repo", train=[row] * 4, validation=[row])
+    import datasets
+    load, asked = datasets.load_dataset, []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **kw: asked.append((a, kw)) or load(folder, cache_dir=str(tmp_path / "cache")))
+    monkeypatch.setattr(data.common, "side_of", lambda text, share, sides=iter(["train", "val"] * 2): next(sides))
+    _, sides = prepare_hub(name, docs, tmp_path / "out")
+    assert asked == [((repo,), dict(streaming=False) | where)] and list(map(len, sides.values())) in ([2, 2], [4, 1])
+
+
 def test_dataset_errors(docs, tmp_path, monkeypatch):
     no_column = parquet(tmp_path / "a", train=[dict(body="x")])
     no_split = parquet(tmp_path / "b", train=[dict(document="x", summary="y")])

@@ -369,7 +369,7 @@ def share(text):
 def options(doc, folder, repo=None):
     """The parser of a prepare.py that lies in `folder`; with `repo`, of one that reads that Hugging Face dataset."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--encoder", default="t5-small", help="T5 whose tokens to write: repo id or folder, like data/docs/t5 (%(default)s)")
+    parser.add_argument("--encoder", default="t5-small", help="T5 whose tokens to write: repo id or folder like data/docs/t5 (%(default)s)")
     parser.add_argument("--workers", type=whole, default=os.cpu_count(), help="processes (%(default)s)")
     parser.add_argument("--out", type=Path, default=folder, help="folder to write instead of the script's own")
     if repo:
