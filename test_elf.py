@@ -1,5 +1,9 @@
 """The tests. Golden numbers were computed once with the reference implementation, in float32."""
 import argparse
+import gzip
+import hashlib
+import importlib
+import itertools
 import json
 import math
 import os
@@ -339,7 +343,8 @@ def test_docs_pipeline(docs):
     meta = json.loads((folder / "meta.json").read_text())
     tokenizer, encoder = load_tokenizer(folder / "t5"), load_encoder(folder / "t5")
     rows = np.concatenate([np.fromfile(folder / f"{side}.bin", dtype=meta["dtype"]).reshape(-1, 40) for side in ("train", "val")])
-    assert (meta["train_rows"], meta["val_rows"]) == (len(rows) - meta["val_rows"], meta["val_rows"]) and meta["val_rows"] > 5
+    train_rows, val_rows = (meta["counts"][side]["rows"] for side in ("train", "val"))
+    assert train_rows + val_rows == len(rows) and val_rows > 5 and (meta["length"], meta["pairs"]) == (40, False)
     back = {to_text(tokenizer, row) for row in rows}
     assert back == set(texts) | {"A module that is made up for the tests of this project."}     # every paragraph, and nothing else
     assert (rows[:, -1] == 1).all() and encoder.config.d_model == len(meta["x_std"]) == 16 and tokenizer.pad_token_id == 0
@@ -549,9 +554,10 @@ def edit_meta(folder, **changes):
 @pytest.mark.parametrize("damage, says", [
     (lambda d: (d / "meta.json").write_text("{"), "meta.json: damaged"),
     (lambda d: (d / "meta.json").write_text("{}"), "meta.json: damaged"),
-    (lambda d: (d / "train.bin").write_bytes(b"123"), "train.bin: 3 bytes are not whole rows"),
-    (lambda d: (d / "val.bin").unlink(), "val.bin: 0 bytes"),
-    (lambda d: np.full(4000, 999, np.uint16).tofile(d / "train.bin"), "token id 999 in it"),
+    (lambda d: (d / "train.bin").write_bytes(b"123"), "train.bin: missing, empty or cut short"),
+    (lambda d: (d / "val.bin").unlink(), "val.bin: missing, empty or cut short"),
+    (lambda d: (d / "train.bin").write_bytes((d / "train.bin").read_bytes()[:-80]), "train.bin: 14960 tokens, and not the 15000"),
+    (lambda d: np.full(15000, 999, np.uint16).tofile(d / "train.bin"), "token id 999 in it"),
     (lambda d: edit_meta(d, x_mean=None), "meta.json: damaged"), (lambda d: edit_meta(d, x_std=[0.0] * 16), "meta.json: damaged"),
     (lambda d: edit_meta(d, dtype="int16"), "meta.json: damaged"), (lambda d: edit_meta(d, x_mean=[0.0] * 3, x_std=[1.0] * 3), "3 channels")])
 def test_damaged_data(damage, says, docs, tmp_path):
@@ -725,3 +731,266 @@ def test_eval_errors(content, says, tmp_path):
         (tmp_path / "s.jsonl").write_text(content)
     with pytest.raises(SystemExit, match=says):
         evaluate.main([str(tmp_path / "s.jsonl")])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data/: the paper's datasets and your own text
+
+ODD = ["</s>", "<pad>", "<unk>", "a</s>b", "été", "日本語", "\u200b", "🙂", "the file", "of the model.", "\t", "every row",
+       "<extra_id_0>", "\n"]
+
+
+def odd_texts(n, seed=0):
+    rng = np.random.default_rng(seed)
+    return [f"{i}. " + " ".join(rng.choice(ODD, rng.integers(1, 12))) for i in range(n)]
+
+
+def script(name):
+    return importlib.import_module(f"data.{name}.prepare")
+
+
+def prepared(folder):
+    """(meta, {side: list of documents without their </s>, or of (condition, target)}) of a prepared folder."""
+    meta, sides = json.loads((folder / "meta.json").read_text()), {}
+    for side, count in meta["counts"].items():
+        ids = np.fromfile(folder / f"{side}.bin", dtype=meta["dtype"])
+        ends = np.fromfile(folder / f"{side}.idx", dtype=np.uint64) if meta["pairs"] else np.append(0, np.flatnonzero(ids == 1) + 1)
+        assert ends[0] == 0 and ends[-1] == len(ids) == count["tokens"] and (np.diff(ends) > 0).all()
+        parts = [ids[a:b].tolist() for a, b in zip(ends[:-1].astype(int), ends[1:].astype(int))]
+        sides[side] = list(zip(parts[::2], parts[1::2])) if meta["pairs"] else [p[:-1] for p in parts]
+        assert len(sides[side]) == count["rows"]
+    assert list(folder.glob("*.tmp")) == []
+    return meta, sides
+
+
+@pytest.fixture
+def spell(docs):
+    """A text's tokens, by the tokenizer itself wherever the text spells no special token."""
+    tokenizer = load_tokenizer(docs[0] / "t5")
+    return lambda text: tokenizer(" ".join(text.split()), add_special_tokens=False)["input_ids"]
+
+
+def prepare_text(docs, out, *argv):
+    script("text").main([*map(str, argv), "--encoder", f"{docs[0]}/t5", "--out", str(out), "--workers", "1"])
+    return prepared(out)
+
+
+def write_jsonl(file, records):
+    file.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return file
+
+
+def test_packing_loses_and_invents_nothing(tmp_path):
+    """With a tokenizer that knows every character: decoding the files gives the texts back, "</s>" and "<pad>" in them included."""
+    texts = odd_texts(600)
+    tokenizer = data.common.train_tokenizer([" ".join(t.split()) for t in texts], 150)
+    tokenizer.save_pretrained(tmp_path / "t5-small")
+    file = write_jsonl(tmp_path / "a.jsonl", [dict(text=t) for t in texts])
+    for workers in ("1", "2"):
+        script("text").main([str(file), "--encoder", f"{tmp_path}/t5-small", "--out", f"{tmp_path}/{workers}", "--val_share", "0.2",
+                             "--workers", workers])
+    meta, sides = prepared(tmp_path / "1")
+    assert meta == prepared(tmp_path / "2")[0] and (meta["x_mean"], meta["x_std"], meta["dtype"], meta["length"]) == (0.0, 0.2, "uint16", 0)
+    assert 60 < len(sides["val"]) < 180 and not {0, 1, 2, 3} & {i for rows in sides.values() for ids in rows for i in ids}
+    back = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for rows in sides.values() for ids in rows]
+    assert sorted(back) == sorted(" ".join(t.split()) for t in texts)
+
+
+def test_text_formats_agree(docs, tmp_path):
+    texts = [t.replace("\n", " ").replace("\t", " ") for t in odd_texts(80)]
+    txt, packed = tmp_path / "a.txt", tmp_path / "b.jsonl.gz"
+    txt.write_bytes(b"\xef\xbb\xbf\r\n" + "\r\n \r\n\r\n".join(t.replace(" ", "\r\n", 1) for t in texts).encode())
+    packed.write_bytes(gzip.compress(write_jsonl(tmp_path / "b.jsonl", [dict(text=t) for t in texts]).read_bytes()))
+    metas = [prepare_text(docs, tmp_path / f"out{i}", file, "--val_share", "0.3")[0]
+             for i, file in enumerate((txt, tmp_path / "b.jsonl", packed))]
+    assert metas[0] == metas[1] == metas[2]
+    halves = [write_jsonl(tmp_path / f"{i}.jsonl", [dict(text=t) for t in texts[i * 40:i * 40 + 40]]) for i in (0, 1)]
+    assert prepare_text(docs, tmp_path / "out3", *halves, "--val_share", "0.3")[0] == metas[0]
+
+
+def test_text_pairs(docs, spell, tmp_path, capsys):
+    pairs = [(f"{i} the file", f"of the model {i}.") for i in range(60)]
+    file = write_jsonl(tmp_path / "a.jsonl", [dict(input=a, output=b) for a, b in [*pairs, ("", "x"), ("x", " \n ")]])
+    meta, sides = prepare_text(docs, tmp_path / "out", file, "--val_share", "0.2")
+    assert meta["pairs"] is True and len(sides["val"]) > 2 and "2 rows dropped" in capsys.readouterr().out
+    assert sorted(sides["train"] + sides["val"]) == sorted((spell(a), spell(b)) for a, b in pairs)
+
+
+def test_long_text_is_cut_and_streamed(docs, spell, tmp_path, monkeypatch):
+    text = script("text")
+    monkeypatch.setattr(text, "LONGEST", 100)
+    (tmp_path / "a.txt").write_text("the file of été\n" * 500)
+    found = [t for t, in text.paragraphs(tmp_path / "a.txt")]
+    assert "".join(found) == "the file of été\n" * 500 and max(map(len, found)) < 220
+    (tmp_path / "b.txt").write_text("é" * 5000)                                              # one endless line
+    assert "".join(t for t, in text.paragraphs(tmp_path / "b.txt")) == "é" * 5000
+
+    taken = 0
+
+    def endless():
+        nonlocal taken
+        for taken in itertools.count(1):
+            yield None, ("the file",)
+    state = data.common.plain(load_tokenizer(docs[0] / "t5")), "uint16", [1], 0.0
+    for workers, most in ((1, 1000), (2, 8000)):
+        rows = data.common.tokenise(endless(), workers, *state)
+        assert [next(rows)[1][0].tolist() for _ in range(3)] == [spell("the file") + [1]] * 3 and taken <= most
+        rows.close()
+
+
+def test_workers_do_not_change_the_data(docs, tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [dict(text=t) for t in odd_texts(3000)])
+    prepare_text(docs, tmp_path / "one", file)
+    script("text").main([str(file), "--encoder", f"{docs[0]}/t5", "--out", str(tmp_path / "two"), "--workers", "2"])
+    for name in ("train.bin", "val.bin", "meta.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+@pytest.mark.parametrize("name, content, says", [
+    ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a.jsonl: line 2: not JSON"),
+    ("a.jsonl", b'{"text": "a"}\n\n{"txt": "b"}\n', r'a.jsonl: line 3: must have "text", or "input" and "output"'),
+    ("a.jsonl", b'{"input": "a"}\n', r'line 1: must have "text"'), ("a.jsonl", b'["text"]\n', r'line 1: must have "text"'),
+    ("a.jsonl", b'{"text": 5}\n', r'line 1: "text" is not text'), ("a.jsonl", b'{"text": "\\ud800"}\n', r'line 1: "text" is not text'),
+    ("a.jsonl", b'{"text": "a"}\n{"input": "a", "output": "b"}\n', r"a.jsonl: pairs here, documents before"),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"a.jsonl: line 2: not UTF-8"),
+    ("a.txt", b"a\nb\nc\xe9\n", r"a.txt: line 3: not UTF-8"),
+    ("a.txt", b"a\xc3", r"a.txt: line 1: not UTF-8"), ("a.txt", b"", r"a.txt: empty"), ("a.txt", b" \n\n \n", r"a.txt: no text in it"),
+    ("a.txt", None, r"a.txt: no such file"), ("a.csv", b"a,b", r"a.csv: must end in .txt or .jsonl"),
+    ("a.txt.gz", gzip.compress(b"the file\n" * 5000)[:-20], r"a.txt.gz: line \d+: damaged or cut-off gzip"),
+    ("a.txt.gz", b"the file", r"a.txt.gz: line 1: damaged or cut-off gzip"), ("a.txt.gz", gzip.compress(b""), r"a.txt.gz: no text in it"),
+    ("a.txt", b"one document only", r"no rows for val \(rows: 1 train\): too little text; .*--val_share"),
+    ("a.jsonl", b'{"text": " "}\n', r"no rows for train \(rows: none\)")])
+def test_text_errors(name, content, says, docs, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit, match=says) as stop:
+        prepare_text(docs, tmp_path / "out", tmp_path / name, "--val_share", "1e-9")
+    assert "\n" not in str(stop.value) and list(tmp_path.glob("out/*")) == []
+
+
+@pytest.mark.parametrize("argv, says", [(["--val_share", "1"], "must lie between 0 and 1"), (["--workers", "0"], "at least 1"),
+                                        (["--encoder", "{tmp_path}"], "neither a folder here")])
+def test_text_option_errors(argv, says, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("the file")
+    with pytest.raises(SystemExit) as stop:
+        script("text").main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), *(a.format(tmp_path=tmp_path) for a in argv)])
+    assert says in str(stop.value) + capsys.readouterr().err
+
+
+def test_an_interrupted_preparation_changes_nothing(docs, tmp_path, monkeypatch, capsys):
+    first, second = (write_jsonl(tmp_path / f"{i}.jsonl", [dict(text=t) for t in odd_texts(3000, i)]) for i in (0, 1))
+    add, stop = data.common.Files.add, [True]
+
+    def interrupted(self, side, parts):
+        if stop[0] and sum(c["rows"] for c in self.counts.values()) == 1500:
+            assert (self.folder / "train.bin.tmp").is_file()
+            raise KeyboardInterrupt
+        add(self, side, parts)
+    monkeypatch.setattr(data.common.Files, "add", interrupted)
+    with pytest.raises(SystemExit, match="interrupted: .*the same command starts anew"):
+        prepare_text(docs, tmp_path / "out", first)
+    assert list((tmp_path / "out").iterdir()) == []
+    stop[0] = False
+    one, _ = prepare_text(docs, tmp_path / "out", first)
+    assert "replaced" not in capsys.readouterr().out
+    stop[0] = True
+    with pytest.raises(SystemExit, match="interrupted"):
+        prepare_text(docs, tmp_path / "out", second)
+    assert prepared(tmp_path / "out")[0] == one                                              # what was there is still whole
+    stop[0] = False
+    pairs = write_jsonl(tmp_path / "p.jsonl", [dict(input=t, output=t) for t in odd_texts(500)])
+    assert prepare_text(docs, tmp_path / "out", pairs)[0]["pairs"] and "replaced what was there" in capsys.readouterr().out
+    prepare_text(docs, tmp_path / "out", first)
+    assert prepared(tmp_path / "out")[0] == one and not list((tmp_path / "out").glob("*.idx"))
+
+
+def parquet(folder, **splits):
+    """A folder of Parquet files, named and written as the Hugging Face hub has them."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    folder.mkdir()
+    for split, rows in splits.items():
+        datasets.Dataset.from_list(rows).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    return str(folder)
+
+
+def prepare_hub(name, docs, out, *argv):
+    script(name).main([*argv, "--encoder", f"{docs[0]}/t5", "--out", str(out), "--workers", "1"])
+    return prepared(out)
+
+
+def test_openwebtext(docs, spell, tmp_path):
+    texts = [f"the file {i}\n\nof été" for i in range(120)]
+    repo = parquet(tmp_path / "repo", train=[dict(text=t) for t in [*texts, "", None]])
+    meta, sides = prepare_hub("openwebtext", docs, tmp_path / "out", "--repo", repo, "--val_share", "0.2")
+    assert sorted(sides["train"] + sides["val"]) == sorted(map(spell, texts)) and set(sides) == {"train", "val"} and not meta["pairs"]
+    meta, sides = prepare_hub("openwebtext", docs, tmp_path / "trial", "--repo", repo, "--limit", "100")
+    assert sorted(sides["train"] + sides["val"]) == sorted(map(spell, texts[:100]))
+
+
+def test_pretokenized(docs, tmp_path):
+    rows = np.random.default_rng(0).integers(0, 20, (90, 12)).tolist()
+    repo = parquet(tmp_path / "repo", train=[dict(input_ids=r, attention_mask=[1] * 12) for r in rows])
+    out = tmp_path / "out"
+    script("openwebtext").main(["--pretokenized", repo, "--encoder", f"{docs[0]}/t5", "--out", str(out), "--val_share", "0.2"])
+    found = np.concatenate([np.fromfile(out / f"{side}.bin", dtype=np.uint16).reshape(-1, 12) for side in ("train", "val")])
+    assert sorted(found.tolist()) == sorted(rows)
+    bad = parquet(tmp_path / "bad", train=[dict(input_ids=[1, 2]), dict(input_ids=[3, 32099])])
+    with pytest.raises(SystemExit, match="row 1: token id 32099 in it"):
+        script("openwebtext").main(["--pretokenized", bad, "--encoder", f"{docs[0]}/t5", "--out", str(out)])
+    assert (out / "meta.json").is_file()
+
+
+@pytest.mark.parametrize("name, row", [
+    ("wmt14_de_en", lambda a, b: dict(translation=dict(de=a, en=b))), ("xsum", lambda a, b: dict(document=a, summary=b, id="7"))])
+def test_paired_datasets(name, row, docs, spell, tmp_path):
+    pairs = {side: [(f"{side} {i}: the file", f"of {i}.") for i in range(n)] for side, n in (("train", 30), ("validation", 5), ("test", 4))}
+    repo = parquet(tmp_path / "repo", **{side: [row(a, b) for a, b in rows] for side, rows in pairs.items()})
+    meta, sides = prepare_hub(name, docs, tmp_path / "out", "--repo", repo)
+    assert meta["pairs"] is True and list(meta["counts"]) == ["train", "val", "test"]
+    for ours, theirs in (("train", "train"), ("val", "validation"), ("test", "test")):
+        assert sides[ours] == [(spell(a), spell(b)) for a, b in pairs[theirs]]                # in their order
+    assert [len(r) for r in prepare_hub(name, docs, tmp_path / "trial", "--repo", repo, "--limit", "3")[1].values()] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("name, row, repo, where", [
+    ("openwebtext", dict(text="the file"), "Skylion007/openwebtext", dict(revision="refs/convert/parquet")),
+    ("wmt14_de_en", dict(translation=dict(de="the file", en="a list")), "wmt/wmt14", dict(name="de-en")),
+    ("xsum", dict(document="the file", summary="a list"), "EdinburghNLP/xsum", dict(revision="refs/convert/parquet"))])
+def test_the_hub_is_asked_for_parquet(name, row, repo, where, docs, tmp_path, monkeypatch):
+    """A whole dataset is downloaded, not streamed, from the revision that holds Parquet; the hub is a folder here."""
+    folder = parquet(tmp_path / "repo", train=[row] * 4, validation=[row])
+    import datasets
+    load, asked = datasets.load_dataset, []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **kw: asked.append((a, kw)) or load(folder, cache_dir=str(tmp_path / "cache")))
+    monkeypatch.setattr(data.common, "side_of", lambda text, share, sides=iter(["train", "val"] * 2): next(sides))
+    _, sides = prepare_hub(name, docs, tmp_path / "out")
+    assert asked == [((repo,), dict(streaming=False) | where)] and list(map(len, sides.values())) in ([2, 2], [4, 1])
+
+
+def test_dataset_errors(docs, tmp_path, monkeypatch):
+    no_column = parquet(tmp_path / "a", train=[dict(body="x")])
+    no_split = parquet(tmp_path / "b", train=[dict(document="x", summary="y")])
+    numbers = parquet(tmp_path / "c", train=[dict(text=5)])
+    (tmp_path / "d").mkdir()
+    for name, repo, says in (("openwebtext", no_column, "has no column text; it has body"),
+                             ("openwebtext", numbers, "column text holds int, not str"),
+                             ("xsum", no_split, "has no split validation; it has train"),
+                             ("xsum", str(tmp_path / "d"), "neither a folder of Parquet")):
+        with pytest.raises(SystemExit, match=says) as stop:
+            prepare_hub(name, docs, tmp_path / "out", "--repo", repo)
+        assert "\n" not in str(stop.value) and list(tmp_path.glob("out/*")) == []
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SystemExit, match="pip install datasets"):
+        prepare_hub("xsum", docs, tmp_path / "out")
+
+
+def test_known_encoder_has_the_papers_statistics(tmp_path, docs):
+    with data.common.Files(tmp_path / "out", "uint32") as files:
+        for i in range(3):
+            files.add("val" if i else "train", [np.array([70000 + i, 1], np.uint32)])
+        files.finish("t5-small", 80000)
+    meta, sides = prepared(tmp_path / "out")
+    assert (meta["x_mean"], meta["x_std"], meta["dtype"]) == (0.0, 0.2, "uint32")
+    assert sides == {"train": [[70000]], "val": [[70001], [70002]]}
+    digest = hashlib.sha256((tmp_path / "out/train.bin").read_bytes() + (tmp_path / "out/val.bin").read_bytes()).hexdigest()
+    assert meta["fingerprint"] == digest[:12]

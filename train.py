@@ -230,14 +230,16 @@ class Rows:
     and a target, where each row is both, cut to fit, and filled up with </s>.
     """
 
-    def __init__(self, file, dtype, L, cond_length=0, pairs=False):
+    def __init__(self, file, dtype, meta, L, cond_length=0):
+        again = f"delete meta.json in {file.parent} and prepare the data again"
         try:
             self.L, self.cond_length, self.tokens = L, cond_length, np.memmap(file, dtype, "r")
-            self.offsets = np.memmap(file.with_suffix(".idx"), np.uint64, "r") if pairs else None
+            self.offsets = np.memmap(file.with_suffix(".idx"), np.uint64, "r") if meta["pairs"] else None
         except (OSError, ValueError) as e:  # missing, empty, or not whole tokens
-            sys.exit(f"{file}: missing, empty or cut short ({e}); delete {file.parent.name}/meta.json and prepare the data again")
-        if pairs and (len(self.offsets) % 2 == 0 or self.offsets[-1] != len(self.tokens)):
-            sys.exit(f"{file}: {len(self.tokens)} tokens do not match {file.stem}.idx; delete meta.json there and prepare the data again")
+            sys.exit(f"{file}: missing, empty or cut short ({e}); {again}")
+        count = meta["counts"][file.stem]
+        if len(self.tokens) != count["tokens"] or meta["pairs"] and (len(self.offsets) != 2 * count["rows"] + 1 or self.offsets[-1] != len(self.tokens)):
+            sys.exit(f"{file}: {len(self.tokens)} tokens, and not the {count['tokens']} in {count['rows']} rows that meta.json tells of; {again}")
         if len(self) == 0:
             sys.exit(f"{file}: {len(self.tokens)} tokens, less than one row of length = {L}; choose a smaller --length or more text")
 
@@ -277,8 +279,9 @@ def open_data(data, length=0, cond_length=0, encoder="", prepare=""):
         dtype, L = {"uint16": np.dtype("uint16"), "uint32": np.dtype("uint32")}[meta["dtype"]], int(meta["length"])
         x_mean, x_std = (np.array(meta[k], float) for k in ("x_mean", "x_std"))
         if not (np.isfinite(x_mean).all() and (x_std > 0).all() and x_mean.shape == x_std.shape and type(meta["fingerprint"]) is str
-                and type(meta["encoder"]) is str and type(meta["pairs"]) is bool and 0 <= L < 2**24):
-            raise ValueError("x_mean, x_std, length, encoder, pairs or fingerprint is off")
+                and type(meta["encoder"]) is str and type(meta["pairs"]) is bool and 0 <= L < 2**24
+                and all(type(meta["counts"][side][k]) is int for side in ("train", "val") for k in ("rows", "tokens"))):
+            raise ValueError("x_mean, x_std, length, encoder, pairs, counts or fingerprint is off")
     except (OSError, ValueError, KeyError, TypeError) as e:
         sys.exit(f"{folder}/meta.json: damaged ({type(e).__name__}: {e}); delete it and prepare the data again")
     if length and L and length != L:
@@ -288,8 +291,7 @@ def open_data(data, length=0, cond_length=0, encoder="", prepare=""):
     if bool(cond_length) != meta["pairs"] and length or cond_length >= max(1, length):
         sys.exit(f"cond_length = {cond_length}: must be from 1 to length - 1 for data of pairs, and 0 for other data; {data} "
                  f"{'holds' if meta['pairs'] else 'does not hold'} pairs")
-    rows = (Rows(folder / f"{side}.bin", dtype, length or L or 1, cond_length, meta["pairs"]) for side in ("train", "val"))
-    return *rows, meta
+    return *(Rows(folder / f"{side}.bin", dtype, meta, length or L or 1, cond_length) for side in ("train", "val")), meta
 
 
 @functools.lru_cache(maxsize=2)

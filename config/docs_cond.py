@@ -1,0 +1,28 @@
+# Code -> docstring: the first sentence of a docstring from the signature above it; offline, minutes on 2 CPU cores.
+name = "docs_cond"
+data = "data/docs_cond"
+prepare = "data/docs_cond/prepare.py"
+encoder = "data/docs_cond/t5"
+length = 48
+cond_length = 24
+
+depth = 6
+dim = 192
+heads = 6
+bottleneck = 64
+noise_scale = 1.0
+decode_noise = 1.0   # as the paper's conditional tasks
+
+steps = 1200
+batch_size = 64
+lr = 0.008
+warmup = 60
+
+sample_steps = 64
+sample_gamma = 0.0
+sample_w = 1.0
+sample_cfg = 2.0
+
+val_interval = 300
+sample_interval = 400
+save_interval = 300
