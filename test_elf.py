@@ -1102,7 +1102,7 @@ def pairs_run(tmp_path_factory):
     verbs, nouns = ["load", "close", "build", "sort", "read", "write"], [f"{a}_{b}" for a in ("old", "new", "big", "good") for b in ("row", "file", "list", "word")]
     body = "".join(f'def {v}_{n}(path, *more, flag=1, **rest):\n    """{v.title()} the {n.replace("_", " ")}. Then more.\n\n    Not this."""\n\n'
                    for v in verbs for n in nouns)
-    (folder / "package.py").write_text(body + 'class Row(list):\n    """Sort the row."""\n\nclass Odd:\n    """no sentence"""\n')
+    (folder / "package.py").write_text(body + 'class Row(list):\n    """Sort the old row."""\n\nclass Odd:\n    """no sentence"""\n')
     with pytest.MonkeyPatch.context() as patch:
         for name, value in dict(HERE=folder, LENGTH=40, COND_LENGTH=20, VOCAB_SIZE=120, MIN_PAIRS=10, VAL_SHARE=0.2,
                                 source_files=lambda: sorted(folder.glob("*.py")), ENCODER=dict(width=16, layers=1, heads=2, steps=30)).items():
@@ -1124,7 +1124,7 @@ def test_pairs_of_signatures_and_sentences(pairs_run):
             texts[to_text(tokenizer, ids[:n])] = to_text(tokenizer, ids, n)
     assert texts["def load_old_row(path, *more, flag, **rest)"] == "Load the old row."
     import data.docs_cond.prepare as prepare_cond
-    assert prepare_cond.pairs(folder / "package.py")[-1] == ("Row", "class Row(list)", "Sort the row.")
+    assert prepare_cond.pairs(folder / "package.py")[-1] == ("Row", "class Row(list)", "Sort the old row.")
     sample = records(run)[-1]["samples"][0]
     cond, target = sample.split(" -> ")[0], sample.rsplit(" | ", 1)[1]
     assert texts[cond] == target
