@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 import sys
+import zipfile
 
 import numpy as np
 import torch
@@ -180,6 +181,8 @@ class ELF(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 # loading: a checkpoint of train.py, a file in the reference's format, or a Hugging Face repo id
 
+VERSION = 1  # of the format of train.py's checkpoints
+
 # What a file in the reference's format does not say (Tab. 4): for OpenWebText, and what differs where the name says another task.
 REFERENCE_SETTINGS = dict(encoder="t5-small", length=1024, cond_length=0, noise_scale=2.0, x_mean=0.0, x_std=0.2)
 PAIRS = dict(sample_steps=64, sample_gamma=0.0, sample_w=1.0, sample_cfg=2.0)
@@ -199,26 +202,42 @@ HARMLESS = [argparse.Namespace, np.dtype, np.ndarray, *{type(np.dtype(k)) for k 
               for f in (np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0])]]
 
 
+def checkpoints(folder):
+    """The checkpoint files in a run's folder, or in one of released weights, the newest first."""
+    files = [f for f in folder.glob("*") if re.fullmatch(r"ckpt(_\d+)?\.pt|checkpoint_.*", f.name) and f.is_file()]
+    return sorted(files, key=lambda f: (f.suffix == ".pt", [int(n) for n in re.findall(r"\d+", f.name)]), reverse=True)
+
+
 def find(source):
-    """The checkpoint file that `source` means: itself, the one in that run folder, or the one in that Hugging Face repo."""
+    """The checkpoint files that `source` may mean, the first that can be read: itself, those of that run folder or Hugging Face repo."""
     path = Path(source)
     path = path if path.exists() else ROOT / path  # as `python train.py` says it: out/docs
     if path.is_dir():
-        files = sorted(path.glob("checkpoint_*"), key=lambda f: [int(n) for n in re.findall(r"\d+", f.name)])
-        files += [f for f in [path / "ckpt.pt"] if f.is_file()]
-        if not files:
-            sys.exit(f"{source}: holds no ckpt.pt and no checkpoint_<step>; train one with: python train.py")
-        return files[-1]
+        return checkpoints(path) or sys.exit(f"{source}: holds no ckpt_<step>.pt, ckpt.pt or checkpoint_<step>; train one with: python train.py")
     if path.exists():
-        return path
+        return [path]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or path.suffix == ".pt":
         sys.exit(f"{source}: no such file, run folder or Hugging Face repo id (like embedded-language-flows/ELF-B-owt-torch)")
     from huggingface_hub import snapshot_download
     try:
-        return find(snapshot_download(str(source), allow_patterns=["checkpoint_*", "ckpt.pt"]))
+        return find(snapshot_download(str(source), allow_patterns=["checkpoint_*", "ckpt*.pt"]))
     except Exception as e:  # the hub's errors share no base class across its versions
         sys.exit(f"{source}: not a local path, and not fetched from the Hugging Face hub ({type(e).__name__}); "
                  "check the name and the network")
+
+
+def read(file):
+    """What torch.save wrote: data and never code, memory-mapped. Any exception if it is not whole; SystemExit if it is of a newer format."""
+    with zipfile.ZipFile(file) as z:  # torch.load itself compares no checksums
+        if sum(entry.file_size for entry in z.infolist()) > Path(file).stat().st_size:
+            raise ValueError("it unpacks to more than its size")
+        if bad := z.testzip():
+            raise ValueError(f"wrong checksum of {bad}")
+    with torch.serialization.safe_globals(HARMLESS):
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    if "elf_config" in content and content.get("version", 0) > VERSION:
+        sys.exit(f"{file}: of format {content['version']}, and this code knows up to {VERSION}; update the code")
+    return content
 
 
 def load(source, device="cpu"):
@@ -230,24 +249,36 @@ def load(source, device="cpu"):
     returns   (ELF in eval mode, dict of settings: encoder, length, noise_scale, x_mean, x_std, ...)
     raises    SystemExit with one line if there is no such file, or it holds anything but those names and shapes
     """
-    file = find(source)
+    files = find(source)
+    for file in files:
+        try:
+            content = read(file)
+            break
+        except Exception as e:  # a damaged or foreign file fails in as many ways as there are formats
+            why = f"{file}: not a readable checkpoint ({type(e).__name__}: {(str(e).splitlines() or [''])[0][:100]})"
+        if file == files[-1]:
+            sys.exit(why)
+        print(f"{why}; trying the one before", file=sys.stderr)
     try:
-        with torch.serialization.safe_globals(HARMLESS):
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as e:  # a damaged or foreign file fails in as many ways as there are formats
-        sys.exit(f"{file}: not a readable checkpoint ({type(e).__name__}: {str(e).splitlines()[0][:100]})")
-    try:
-        if "elf_config" in content:
-            config, state, settings = ELFConfig(**content["elf_config"]), content["ema"], content["settings"]
+        ours = "elf_config" in content
+        state = content["ema"] if ours else content.get("ema_params1") or content.get("params") or content
+        if sum(t.nbytes for t in state.values()) > file.stat().st_size:  # views of few numbers would take any memory once copied
+            raise ValueError("its tensors are larger than the file")
+        if ours:
+            config, settings = ELFConfig(**content["elf_config"]), content["settings"]
         else:
-            config, state = from_reference(content.get("ema_params1") or content.get("params") or content)
+            config, state = from_reference(state)
             task = [changes for name, changes in REFERENCE_TASKS.items() if name in str(source)]
             settings = functools.reduce(dict.__or__, task, REFERENCE_SETTINGS)
+        if config.depth > len(state):
+            raise ValueError(f"{config.depth} blocks of {len(state)} tensors")
         with torch.device("meta"):
             model = ELF(config)
         model.load_state_dict(state, assign=True)
-        if missing := [k for k in ("encoder", "length", "noise_scale") if k not in settings]:
+        if missing := [k for k in ("encoder", "length", "noise_scale", "x_mean", "x_std") if k not in settings]:
             raise KeyError(*missing)
+        if not (type(settings["encoder"]) is str and type(settings["length"]) is int and 0 < settings["length"] < 2**24):
+            raise ValueError(f"encoder = {settings['encoder']!r:.50}, length = {settings['length']!r:.50}")
     except (KeyError, AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError) as e:
         sys.exit(f"{file}: not an ELF checkpoint, or of another shape ({type(e).__name__}: {' '.join(str(e).split())[:300]})")
     return model.to(device).eval(), settings

@@ -127,11 +127,11 @@ def to_text(tokenizer, row, n_cond=0, most=None):
 
 
 def newest_run():
-    runs = sorted((ROOT / "out").glob("*/ckpt.pt"), key=lambda f: f.stat().st_mtime)
+    runs = sorted({f.parent for f in (ROOT / "out").glob("*/ckpt*.pt")}, key=lambda folder: folder.stat().st_mtime)
     if not runs:
         sys.exit("no run under out/ yet: train one with `python train.py`, "
                  "or name released weights: --ckpt embedded-language-flows/ELF-B-owt-torch")
-    return str(runs[-1].parent)
+    return str(runs[-1])
 
 
 def read_jsonl(file, key, optional=()):

@@ -5,18 +5,24 @@ Trains ELF: flow matching in the embedding space of a frozen encoder, and cross-
     python train.py config/docs.py --steps=500 --batch_size 32  # any setting below, by --key=value or --key value
     torchrun --nproc_per_node=8 train.py config/owt_b.py        # the paper's ELF-B
 
-A run lives in out/<name>: ckpt.pt and log.jsonl. The same command goes on where a run stopped.
+A run lives in out/<name>: ckpt_<step>.pt (the newest few), best.pt (the best by validation) and log.jsonl. The same command goes on
+where a run stopped, however that was, and ends with the same weights; --fresh moves the old run aside and starts anew.
 """
+import copy
 import difflib
+import errno
 import functools
+import itertools
 import json
 import os
 import re
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -27,8 +33,14 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import ELF, EOS, ROOT, ELFConfig, autocast, condition_mask, embed, load, load_encoder, load_tokenizer, pick_device
+from model import (ELF, EOS, ROOT, VERSION, ELFConfig, autocast, checkpoints, condition_mask, embed, load, load_encoder, load_tokenizer,
+                   pick_device, read)
 from sample import conditions, sample, seeded, to_text
+
+try:
+    import fcntl
+except ImportError:  # Windows: two runs into one folder are then not noticed
+    fcntl = None
 
 
 @dataclass
@@ -80,19 +92,23 @@ class Config:
     sample_interval: int = 5000
     sample_rows: int = 4
     save_interval: int = 1000
+    save_minutes: float = 10.0     # and whenever so many have passed
+    keep: int = 2                  # checkpoints, besides best.pt
+    fresh: bool = False            # start anew; a run that is there is moved aside. As an option: --fresh
     # machine
     device: str = "auto"           # cuda, mps or cpu
     bf16: bool = True              # where the device is good at it
     compile: bool = True           # where there is a compiler
 
 
-FREE = {"name", "out", "prepare", "init_from", "steps", "sample_steps", "sample_gamma", "sample_w", "sample_cfg", "log_interval", "val_interval", "val_rows", "sample_interval", "sample_rows",
-        "save_interval", "device", "bf16", "compile"}  # settings that a resumed run may change
+FREE = {"name", "out", "prepare", "init_from", "steps", "sample_steps", "sample_gamma", "sample_w", "sample_cfg", "log_interval",
+        "val_interval", "val_rows", "sample_interval", "sample_rows", "save_interval", "save_minutes", "keep", "fresh", "device", "bf16",
+        "compile"}  # settings that a resumed run may change
 
 
 def configure(argv):
     """Config from `[FILE.py] [--key=value | --key value]...`; SystemExit with one line on anything else."""
-    argv = list(argv)
+    argv = ["--fresh=true" if arg == "--fresh" else arg for arg in argv]
     if {"-h", "--help"} & set(argv):
         print(__doc__, "Settings, with their defaults:", *(f"  --{f.name}={f.default}" for f in fields(Config)), sep="\n")
         sys.exit()
@@ -326,28 +342,146 @@ def compiler_works(device):
         return False
 
 
-def save(path, content):
-    """torch.save to a temporary file, flushed to disk, then renamed: the old file stays whole until the new one is."""
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as f:
-        torch.save(content, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+# ---------------------------------------------------------------------------------------------------------------------
+# surviving: one process to a folder, checkpoints that are whole or not there, a log without repeats
 
+@contextmanager
+def alone(run, fresh=False):
+    """Holds the folder `run` for this process alone, and makes it; fresh: what was there is kept as <name>.old-1, -2, ..."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = open(run / ".lock", "a")
+    except OSError as e:
+        sys.exit(f"{run}: not a folder that can be written ({e.strerror}); choose another --out or --name")
+    with lock:
+        try:
+            if fcntl:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        except BlockingIOError:
+            sys.exit(f"{run}: another process trains there; wait until it ends, or give this run another --name")
+        except OSError as e:
+            print(f"{run}: cannot be locked ({e.strerror}); see to it that no other process trains there")
+        if fresh and os.listdir(run) != [".lock"]:
+            old = next(old for n in itertools.count(1) if not (old := run.with_name(f"{run.name}.old-{n}")).exists())
+            os.rename(run, old)
+            print(f"{run}: the run that was there is now {old}")
+            with alone(run):
+                yield
+        else:
+            yield
+
+
+def save(file, content, keep, best):
+    """
+    Writes the checkpoint `file` aside, to the disk itself, then renames it, so that under its name it is whole; also as best.pt, if
+    it is the best; removes the oldest ones but `keep`. OSError or RuntimeError if it cannot (a full disk): all is then as it was.
+    """
+    temporary, link = file.with_name("ckpt.tmp"), file.with_name("best.tmp")
+    try:
+        for path in (temporary, link):
+            path.unlink(missing_ok=True)  # never written over: after a kill, it may be best.pt by another name
+        with open(temporary, "wb") as f:
+            torch.save(content, f)
+            f.flush()
+            os.fsync(f.fileno())
+        if best:  # before the checkpoint: a run killed in between validates again, and comes back here
+            try:
+                os.link(temporary, link)
+            except OSError:  # a file system without links
+                shutil.copyfile(temporary, link)
+            os.replace(link, file.with_name("best.pt"))
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    for old in [f for f in checkpoints(file.parent) if f.name.startswith("ckpt_") and f.name <= file.name][keep:]:
+        old.unlink()
+
+
+def restore(run, settings, machine, model, ema, opts, say):
+    """
+    The newest whole checkpoint of the run into model, ema and opts. No random state is in it: noise is drawn from (seed, step, rank,
+    micro-batch), the order of the data from (seed, epoch), so that the step alone says how both go on.
+
+    machine   what settles the noise besides: if the checkpoint was made on another, that is said
+    returns   (step, best validation loss so far); (0, inf) without a run
+    raises    SystemExit if the run has other settings, or none of its checkpoints is whole
+    """
+    files = checkpoints(run) + list(run.glob("best.pt"))
+    for file in files:
+        try:
+            old = read(file)
+            step, best, before = int(old["step"]), float(old.get("best", np.inf)), old.get("machine", machine)
+            free = FREE | ({"accum"} if before != machine else set())
+            changed = [f"{k} {old['settings'].get(k)!r:.50} -> {v!r:.50}" for k, v in settings.items()
+                       if k not in free and old["settings"].get(k) != v]
+            if not changed:
+                model.load_state_dict(old["model"])
+                for e, name in zip(ema, model.state_dict(), strict=True):
+                    e.copy_(old["ema"][name])
+                for opt, state in zip(opts, copy.deepcopy(old["optimizers"]), strict=True):  # a copy, for `old` is the file itself
+                    opt.load_state_dict(state)
+        except Exception as e:  # a damaged or foreign file fails in as many ways as there are formats
+            say(f"{file}: damaged, or no checkpoint of train.py ({type(e).__name__}); trying the one before")
+            continue
+        if changed:
+            sys.exit(f"{run}: holds a run with other settings ({', '.join(changed)}); give this one another --name, or move that one "
+                     "aside with --fresh")
+        if before != machine:
+            say(f"{file}: from {before}, goes on with {machine}: the same weights and place in the data, but other noise from here on")
+        return step, best
+    if files:
+        sys.exit(f"{run}: none of its {len(files)} checkpoints can be read; move it aside with --fresh, or give this run another --name")
+    return 0, np.inf
+
+
+def forget(log, step):
+    """Drops from log.jsonl what comes again: the lines of steps after `step`, and one cut short by a kill."""
+    lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
+    kept = [line for line in lines if (m := re.fullmatch(rb'\{"step": (\d+)\b.*\}\n', line)) and int(m[1]) <= step]
+    if len(kept) < len(lines):
+        log.with_suffix(".tmp").write_bytes(b"".join(kept))
+        os.replace(log.with_suffix(".tmp"), log)
+
+
+def note(log, entry):
+    """One more line of log.jsonl, whole or not at all."""
+    line = json.dumps(entry).encode() + b"\n"
+    with open(log, "ab", buffering=0) as f:
+        end = f.tell()
+        if f.write(line) < len(line):
+            f.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the loop
 
 def main(argv=None):
+    """Trains as the settings in argv say, under torchrun as one of several processes; SystemExit with one line if it cannot go on."""
     cfg = configure(sys.argv[1:] if argv is None else argv)
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = pick_device(cfg.device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    with ExitStack() as stack:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, signal.default_int_handler))
+        failed = train(cfg, device, world, rank, stack)
+    if world > 1:  # train has let go of DDP, which holds it: the other way round, gloo's thread and this one may wait for each other
+        dist.destroy_process_group()
+    if failed:
+        sys.exit(failed if rank == 0 else 1)
+
+
+def train(cfg, device, world, rank, stack):
+    """The run itself; what it holds goes on the stack. Returns None, or the line that says why it failed."""
     B = cfg.batch_size // (world * cfg.accum)  # rows a micro-batch
     if B * world * cfg.accum != cfg.batch_size:
         sys.exit(f"batch_size = {cfg.batch_size}: not a multiple of {world} processes x accum = {cfg.accum}")
     n_dec, n_sc = kinds(B, cfg)
+    say = print if rank == 0 else lambda text: None
 
     if rank == 0:
         open_data(cfg.data, cfg.length, cfg.cond_length, cfg.encoder, cfg.prepare)  # may prepare it
@@ -365,39 +499,37 @@ def main(argv=None):
     opts = optimizers(raw, cfg)
     settings = asdict(cfg) | {k: meta[k] for k in ("x_mean", "x_std", "fingerprint")}
 
-    run, start = ROOT / cfg.out / cfg.name, 0
-    if (run / "ckpt.pt").exists():
-        try:
-            old = torch.load(run / "ckpt.pt", map_location="cpu", weights_only=True)
-            changed = [f"{k} {old['settings'].get(k)!r:.50} -> {v!r:.50}" for k, v in settings.items()
-                       if k not in FREE and old["settings"].get(k) != v]
-            if not changed:
-                raw.load_state_dict(old["model"])
-                for e, name in zip(ema, raw.state_dict(), strict=True):
-                    e.copy_(old["ema"][name])
-                for opt, state in zip(opts, old["optimizers"], strict=True):
-                    opt.load_state_dict(state)
-            start = int(old["step"])
-        except Exception as e:  # a damaged or foreign file fails in as many ways as there are formats
-            sys.exit(f"{run / 'ckpt.pt'}: damaged ({type(e).__name__}); move it away, or give this run another --name")
-        if changed:
-            sys.exit(f"{run}: holds a run with other settings ({', '.join(changed)}); give this one another --name")
-        if start >= cfg.steps:
-            print(f"{run}: finished at step {start}; more --steps go on from there, another --name starts anew")
-            sys.exit()
-    elif cfg.init_from:
+    run = ROOT / cfg.out / cfg.name
+    log = run / "log.jsonl"
+    if rank == 0:
+        stack.enter_context(alone(run, cfg.fresh))
+    if world > 1:
+        dist.barrier()
+
+    def agree(value):
+        """The greatest of all processes' values, on the CPU: no wait for the GPU."""
+        flag = torch.tensor(value)
+        if world > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return int(flag)
+
+    machine = dict(processes=world, device=device.type)
+    start, best = restore(run, settings, machine, raw, ema, opts, say)
+    if agree(start) != -agree(-start):
+        sys.exit(f"{run}: not the same on all machines; choose an --out that they share")
+    if start >= cfg.steps:
+        say(f"{run}: finished at step {start}; more --steps go on from there, --fresh or another --name starts anew")
+        sys.exit()
+    if rank == 0:
+        forget(log, start)
+    if not start and cfg.init_from:
         other, _ = load(cfg.init_from, device)
         if differ := [f"{k} {getattr(other.config, k)}, here {v}" for k, v in asdict(elf_config).items() if getattr(other.config, k) != v]:
             sys.exit(f"init_from = {cfg.init_from}: a network of other sizes ({'; '.join(differ)}); set these to fit")
         raw.load_state_dict(other.state_dict())
         torch._foreach_copy_(ema, [p.detach() for p in params])
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        log = open(run / "log.jsonl", "a") if rank == 0 else None
-    except OSError as e:
-        sys.exit(f"{run}: not a folder that can be written ({e.strerror}); choose another --out or --name")
-
-    if cfg.compile and cfg.steps - start >= 500 and compiler_works(device):  # costs half a minute, which shorter runs do not earn back
+    # Compiling costs half a minute, which shorter runs do not earn back. A resumed run compiles as its first part did, to end as one.
+    if cfg.compile and cfg.steps >= 500 and compiler_works(device):
         for block in raw.blocks:  # one block is compiled and serves them all: as fast as the whole, in half of the start-up time
             block.compile(dynamic=False)
     net = DistributedDataParallel(raw) if world > 1 else raw
@@ -443,63 +575,88 @@ def main(argv=None):
         return [f"{to_text(tokenizer, real[:n])} -> {to_text(tokenizer, row, n)} | {to_text(tokenizer, real, n)}"
                 for real, row, n in zip(ids, tokens, n_cond)]
 
-    if rank == 0:
-        print(f"{sum(p.numel() for p in params):,} parameters, {len(train_rows):,} training rows of {cfg.length} "
-              f"({meta['fingerprint']}), {cfg.steps} steps of {cfg.batch_size} rows, {device.type}")
-    bar = tqdm(total=cfg.steps, initial=start, disable=rank > 0, dynamic_ncols=True)
-    clock, clock_step = time.time(), start
+    done, caught = start, []
+
+    def on_signal(number, _):
+        if done == start and world == 1:
+            raise KeyboardInterrupt  # nothing to save yet, and the first step may take long: it compiles
+        caught.append(number)        # the step is finished first
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    say(f"{sum(p.numel() for p in params):,} parameters, {len(train_rows):,} training rows of {cfg.length} "
+        f"({meta['fingerprint']}), {cfg.steps} steps of {cfg.batch_size} rows, {device.type}" + f", from step {start} on" * (start > 0))
+    bar = stack.enter_context(tqdm(total=cfg.steps, initial=start, disable=rank > 0, dynamic_ncols=True))
+    clock, clock_step, saved_at, saved = time.monotonic(), start, time.monotonic(), start
+    bad = torch.zeros((), dtype=torch.int64, device=device)  # the first step whose gradient is not finite: the same in all processes
     for step in range(start, cfg.steps):
-        done = step + 1
         rows = batch_rows(len(train_rows), step, cfg.batch_size, cfg.seed)
         for micro in range(cfg.accum):
             first = (rank * cfg.accum + micro) * B
             with net.no_sync() if world > 1 and micro < cfg.accum - 1 else nullcontext():
                 mse, ce, n = batch_losses(net, train_rows.batch(rows[first:first + B]), seeded(cfg.seed, step, rank, micro, device=device))
                 (objective(mse, ce, n, n_sc, cfg) / cfg.accum).backward()
-        torch.nn.utils.clip_grad_norm_(params, cfg.clip)
+        norm = torch.nn.utils.clip_grad_norm_(params, cfg.clip)
+        done, last = step + 1, step + 1 == cfg.steps
         for opt in opts:
             for group in opt.param_groups:
                 group["lr"] = cfg.lr * min(1, done / max(1, cfg.warmup))
             opt.step()
             opt.zero_grad()
         torch._foreach_lerp_(ema, [p.detach() for p in params], 1 - min(cfg.ema, done / (done + 9)))
+        bad = torch.where((bad == 0) & ~norm.isfinite(), done, bad)
         bar.update()
 
-        if rank > 0:
-            continue
-        entry = {}
-        if done % cfg.log_interval == 0 or done == cfg.steps:
-            rate = (done - clock_step) * cfg.batch_size * cfg.length / (time.time() - clock)
-            clock, clock_step = time.time(), done
+        word = agree(2 if caught else time.monotonic() - saved_at > 60 * cfg.save_minutes)  # 2: stop, 1: save, 0: go on
+        logging, saving = done % cfg.log_interval == 0 or last, done % cfg.save_interval == 0 or last or word > 0
+        if (logging or saving) and bad:
+            return (f"loss or gradient is not finite at step {int(bad)}; it was not saved, the checkpoints before it are kept: "
+                    "try a smaller --lr or a longer --warmup")
+        entry, better = {}, False
+        if rank == 0 and logging:
+            rate = (done - clock_step) * cfg.batch_size * cfg.length / (time.monotonic() - clock)
+            clock, clock_step = time.monotonic(), done
             entry = dict(loss=objective(mse, ce, n, n_sc, cfg).item(), mse=mse.mean().item(), ce=ce.mean().item(), tokens_per_s=rate)
-            if not np.isfinite(entry["loss"]):
-                sys.exit(f"loss is {entry['loss']} at step {done}; the last checkpoint is kept: try a smaller --lr or a longer --warmup")
             bar.set_postfix_str(f"loss {entry['loss']:.3f} mse {entry['mse']:.3f} ce {entry['ce']:.3f} {rate:,.0f} tok/s")
-        if done % cfg.val_interval == 0 or done == cfg.steps:
+        if rank == 0 and (done % cfg.val_interval == 0 or last):
             swap_ema()
             entry |= validate()
             swap_ema()
             bar.write(f"step {done}: val mse {entry['val_mse']:.4f}, val ce {entry['val_ce']:.4f}")
-        if done % cfg.sample_interval == 0 or done == cfg.steps:
+            val = 0.8 * entry["val_mse"] + 0.2 * entry["val_ce"]
+            better = val < best
+        if rank == 0 and (done % cfg.sample_interval == 0 or last):
             swap_ema()
             entry["samples"] = show_samples()
             swap_ema()
             bar.write("\n".join(f"  | {text}" for text in entry["samples"]))
-        if entry:
-            print(json.dumps(dict(step=done) | entry), file=log, flush=True)
-        if done % cfg.save_interval == 0 or done == cfg.steps:
-            if not all(p.isfinite().all() for p in params):
-                sys.exit(f"weights are not finite after step {done}, and were not saved: try a smaller --lr or a longer --warmup")
-            save(run / "ckpt.pt", dict(elf_config=asdict(elf_config), settings=settings, step=done, model=raw.state_dict(),
-                                       ema=dict(zip(raw.state_dict(), ema)), optimizers=[o.state_dict() for o in opts]))
-    bar.close()
-    if world > 1:
-        del net  # before the process group that it holds: the other way round, gloo's thread and this one may wait for each other
-        dist.destroy_process_group()
+        try:
+            if entry:
+                note(log, dict(step=done) | entry)
+            if rank == 0 and (saving or better):
+                content = dict(version=VERSION, elf_config=asdict(elf_config), settings=settings, machine=machine, step=done,
+                               best=val if better else best, model=raw.state_dict(), ema=dict(zip(raw.state_dict(), ema)),
+                               optimizers=[o.state_dict() for o in opts])
+                save(run / f"ckpt_{done:08}.pt", content, cfg.keep, better)
+                saved, best = done, content["best"]
+        except (OSError, RuntimeError) as e:  # RuntimeError is torch.save's way to say that the disk is full
+            unsaved = f"step {done}: not saved ({(str(e).splitlines() or [''])[0][:100]}); what was saved before is kept: free some disk space"
+            bar.write(f"{unsaved}; the next save tries again")
+        if saving:
+            saved_at = time.monotonic()
+        if word == 2:
+            break
+    if rank == 0 and saved < done:
+        return f"{unsaved}; the same command goes on from step {saved}"
+    if done < cfg.steps:
+        bar.close()
+        say(f"stopped after step {done}, which is saved; the same command goes on from there")
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from the last checkpoint")
+        print("stopped before its first step was done; the same command starts again", flush=True)
+        os._exit(0)  # whatever it was at: threads of torch.compile, a download, ...
