@@ -648,9 +648,10 @@ def test_damaged_checkpoints_fall_back(damage, run, docs, tmp_path, capsys, monk
     said = capsys.readouterr().out
     assert "ckpt_00000040.pt: damaged" in said and "from step 30 on" in said and same(newest(tmp_path / "run"), newest(run))
     assert records(tmp_path / "run")[-1]["step"] == 40 and len(records(tmp_path / "run")) == 8
+    (tmp_path / "run" / "best.pt").unlink()  # the same file as the newest
     for file in (tmp_path / "run").glob("*.pt"):
         damage(file)
-    with pytest.raises(SystemExit, match="none of its 3 checkpoints can be read"):
+    with pytest.raises(SystemExit, match="none of its 2 checkpoints can be read"):
         train.main(argv)
     assert not (tmp_path / "pwned").exists()
 
@@ -732,14 +733,14 @@ def test_fuzz(run, docs, scorer, tmp_path, monkeypatch, capsys):
     names = dict(
         train=[f.name for f in train.fields(train.Config) if f.name != "out"], sample="steps gamma w cfg schedule n seed length cond out force trace device".split(),
         eval="steps gamma w cfg schedule n seeds real ar scorer results device".split(), text="encoder val_share".split())
-    start = time.monotonic()
+    start, ended = time.monotonic(), dict.fromkeys(names, 0)
     for attempt in range(500):
         if time.monotonic() - start > 40:
             break
         script = list(names)[attempt % 4]
         options = []
         for name in rng.choice(names[script], rng.integers(1, 4)):
-            word = str(rng.choice(words))
+            word = str(rng.choice(words if rng.random() < 0.4 else ["1", "2", "0.7", "3", "true", "0"]))
             options += [[f"--{name}={word}"], [f"--{name}", word], [f"--{name}"], [word]][rng.choice(4, p=[0.6, 0.2, 0.1, 0.1])]
         try:
             if script == "train":
@@ -750,12 +751,14 @@ def test_fuzz(run, docs, scorer, tmp_path, monkeypatch, capsys):
                 evaluate.main(["--ckpt", str(run), "--n=2", "--steps=2", "--results=r.jsonl", *options])
             else:
                 importlib.import_module("data.text.prepare").main(["a.txt", "--encoder", f"{docs[0]}/t5", "--workers=1", f"--out={tmp_path}/data{attempt}", *options])
+            ended[script] += 1
         except SystemExit:
             pass
         except BaseException as e:
             raise AssertionError(f"{script} {options}") from e
     capsys.readouterr()
-    assert attempt == 499, attempt
+    print(attempt, ended, time.monotonic() - start)
+    assert min(ended.values()) >= 2, (attempt, ended)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
