@@ -722,7 +722,7 @@ def test_fuzz(run, docs, scorer, tmp_path, monkeypatch, capsys):
     """Whatever the arguments are: an end, or SystemExit."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tmp_path / "a.txt").write_text("Read the file.\n\nSort a list.\n")
+    (tmp_path / "a.txt").write_text("\n\n".join(docs[1][:40]))
     (tmp_path / "a.jsonl").write_text('{"input": "a", "output": "b"}\n')
     (tmp_path / "c.py").write_text("steps = 3\n")
     rng = np.random.default_rng(0)
@@ -732,7 +732,7 @@ def test_fuzz(run, docs, scorer, tmp_path, monkeypatch, capsys):
     cheap = ["--device=cpu", "--compile=false", "--steps=2"]
     names = dict(
         train=[f.name for f in train.fields(train.Config) if f.name != "out"], sample="steps gamma w cfg schedule n seed length cond out force trace device".split(),
-        eval="steps gamma w cfg schedule n seeds real ar scorer results device".split(), text="encoder val_share".split())
+        eval="steps gamma w cfg schedule n seeds real ar scorer results device".split(), text="val_share val_share val_share encoder".split())
     start, ended = time.monotonic(), dict.fromkeys(names, 0)
     for attempt in range(500):
         if time.monotonic() - start > 40:
@@ -740,7 +740,7 @@ def test_fuzz(run, docs, scorer, tmp_path, monkeypatch, capsys):
         script = list(names)[attempt % 4]
         options = []
         for name in rng.choice(names[script], rng.integers(1, 4)):
-            word = str(rng.choice(words if rng.random() < 0.4 else ["1", "2", "0.7", "3", "true", "0"]))
+            word = str(rng.choice(words if rng.random() < 0.4 else ["1", "2", "0.5", "3", "true", "0"]))
             options += [[f"--{name}={word}"], [f"--{name}", word], [f"--{name}"], [word]][rng.choice(4, p=[0.6, 0.2, 0.1, 0.1])]
         try:
             if script == "train":
@@ -750,14 +750,13 @@ def test_fuzz(run, docs, scorer, tmp_path, monkeypatch, capsys):
             elif script == "eval":
                 evaluate.main(["--ckpt", str(run), "--n=2", "--steps=2", "--results=r.jsonl", *options])
             else:
-                importlib.import_module("data.text.prepare").main(["a.txt", "--encoder", f"{docs[0]}/t5", "--workers=1", f"--out={tmp_path}/data{attempt}", *options])
+                importlib.import_module("data.text.prepare").main(["a.txt", "--encoder", f"{docs[0]}/t5", "--workers=1", "--val_share=0.4", f"--out={tmp_path}/data{attempt}", *options])
             ended[script] += 1
         except SystemExit:
             pass
         except BaseException as e:
             raise AssertionError(f"{script} {options}") from e
     capsys.readouterr()
-    print(attempt, ended, time.monotonic() - start)
     assert min(ended.values()) >= 2, (attempt, ended)
 
 

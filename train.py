@@ -421,7 +421,7 @@ def restore(run, settings, machine, model, ema, opts, say):
                 for opt, state in zip(opts, copy.deepcopy(old["optimizers"]), strict=True):  # a copy, for `old` is the file itself
                     opt.load_state_dict(state)
         except Exception as e:  # a damaged or foreign file fails in as many ways as there are formats
-            say(f"{file}: damaged, or no checkpoint of train.py ({type(e).__name__}); trying the one before")
+            say(f"{file}: damaged, or no checkpoint of train.py ({type(e).__name__}: {' '.join(str(e).split())[:60]}); trying the one before")
             continue
         if changed:
             sys.exit(f"{run}: holds a run with other settings ({', '.join(changed)}); give this one another --name, or move that one "
