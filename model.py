@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parent  # relative paths of data, encoders and runs start here
 PREFIX = 12  # control tokens before the text: 4 time, 4 guidance scale, 4 mode
@@ -133,6 +134,7 @@ class ELF(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
+        self.recompute = False  # in the backward pass, each block's activations again: less memory, a third more work
         if c.dim % c.heads or c.dim // c.heads % 2:
             sys.exit(f"dim = {c.dim} with heads = {c.heads}: the head width dim / heads must be a whole, even number")
         self.in_proj = nn.Linear(2 * c.embed_dim, c.embed_dim)          # [z, x_sc] -> E
@@ -171,7 +173,7 @@ class ELF(nn.Module):
         h = torch.cat([self.time(t), self.scale(w), self.mode_tokens * decoding, text], dim=1)      # (B, 12+L, d)
         cos, sin = rotary_table(L, self.config.dim // self.config.heads, z.device)
         for block in self.blocks:
-            h = block(h, cos, sin)
+            h = checkpoint(block, h, cos, sin, use_reentrant=False) if self.recompute and torch.is_grad_enabled() else block(h, cos, sin)
         h = h[:, PREFIX:]
         return self.denoise(h[n_decode:]), self.unembed(h[:n_decode])
 

@@ -1278,3 +1278,199 @@ def test_known_encoder_has_the_papers_statistics(tmp_path, docs):
     assert sides == {"train": [[70000]], "val": [[70001], [70002]]}
     digest = hashlib.sha256((tmp_path / "out/train.bin").read_bytes() + (tmp_path / "out/val.bin").read_bytes()).hexdigest()
     assert meta["fingerprint"] == digest[:12]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# conditions
+
+N_COND = torch.tensor([3, 0, 5, 2])
+COND = condition_mask(N_COND, L)
+
+
+def test_who_sees_whom_in_the_encoder(docs):
+    """A condition sees only itself; a target sees both, unless the condition is dropped: then it is encoded as if it were alone."""
+    encoder = load_encoder(docs[0] / "t5")
+    with torch.no_grad():
+        for parameter in encoder.parameters():  # louder than training left it: what is seen must show
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=seeded(parameter.numel())))
+    ids = torch.randint(4, 80, (4, L), generator=seeded(0))
+    other_target = torch.where(COND[..., 0], ids, torch.randint(4, 80, (4, L), generator=seeded(1)))
+    other_cond = torch.where(COND[..., 0], torch.randint(4, 80, (4, L), generator=seeded(2)), ids)
+    drop = torch.tensor([False, False, True, False])
+
+    def x(ids, **kw):
+        return embed(encoder, ids, 0.5, 2.0, COND, **kw)
+    changed = (x(ids) - x(other_target)).abs().amax(2) > 1e-6
+    assert not changed[COND[..., 0]].any() and changed[~COND[..., 0]].any()
+    changed = (x(ids, drop=drop) - x(other_cond, drop=drop)).abs().amax(2) > 1e-6
+    assert changed[0, 3:].all() and changed[3, 2:].all() and not changed[1].any() and not changed[2].any()
+    assert (x(ids, drop=drop)[2, :5] == 0).all() and not (x(ids)[2, :5] == 0).any()
+    assert torch.allclose(x(ids)[1], embed(encoder, ids, 0.5, 2.0)[1], atol=1e-5)      # a condition of length 0 is no condition
+    assert torch.allclose(embed(encoder, ids, 0.5, 2.0), (encoder(input_ids=ids).last_hidden_state - 0.5) / 2)
+    alone = embed(encoder, ids[:1, :3], 0.5, 2.0)                                        # row 0's condition by itself
+    assert torch.allclose(x(ids)[0, :3], alone[0], atol=1e-5)
+
+
+def test_losses_of_rows_with_conditions(golden):
+    """Written out for one row of each kind: decode corrupts the condition too, denoising keeps it clean, no loss counts it."""
+    B, cfg = 4, train.Config()
+    x, ids = torch.randn(B, L, E, generator=seeded(1)), torch.randint(V, (B, L), generator=seeded(2))
+    r = draws(B, 1, cfg, seed=3)
+    mse, ce = train.losses(golden, x, ids, COND, 1, 2, **r, noise_scale=2.0, decode_noise=1.0)
+    w, eps, one, zero = r["w"], r["eps"], torch.ones(1), torch.zeros(1, L, E)
+    with torch.no_grad():
+        z = r["p"] * x[:1] + (1 - r["p"]) * eps[:1]
+        logits = golden(z, zero, one, w[:1], n_decode=1)[1]
+        assert torch.allclose(ce[0], F.cross_entropy(logits[0, 3:], ids[0, 3:]), rtol=1e-5)
+        for i in (1, 2, 3):
+            n, t, row = int(N_COND[i]), r["t"][i], slice(i, i + 1)
+            z = t * x[row] + (1 - t) * 2 * eps[row]
+            z[:, :n] = x[row, :n]
+            x_sc = zero.clone()
+            x_sc[:, :n] = x[row, :n]
+            target = c = max(1 - t, 0.05)
+            target = (x[row] - z) / c
+            if i < 3:
+                x_u = golden(z, x_sc, t[None], w[row])[0]
+                x_sc = torch.cat([x[row, :n], x_u[:, n:]], dim=1)
+            x_pred = golden(z, x_sc, t[None], w[row])[0]
+            if i < 3:
+                target = target + (1 - 1 / w[i]) * (x_pred - x_u) / c
+            assert torch.allclose(mse[i - 1], (((x_pred - z) / c - target)[0, n:] ** 2).mean(), rtol=1e-4), i
+    counts, values = L - N_COND, torch.tensor([1.0, 2, 4, 8])
+    want = 0.2 * 1 + 0.4 * (2 * 8 + 4 * 3) / (8 + 3) + 0.4 * 8                          # means over positions, not over rows
+    assert abs(train.objective(values[1:], values[:1], counts, 2, cfg) - want) < 1e-6
+
+
+@torch.no_grad()
+def test_rows_with_conditions_of_many_lengths_are_as_alone(golden, docs):
+    encoder = load_encoder(docs[0] / "t5")
+    settings = dict(length=L, cond_length=5, x_mean=0.0, x_std=1.0)
+    rows = [[5, 6, 7], [], [8, 9, 10, 11, 12, 13], [4]]
+    n_cond, condition = train.conditions(encoder, rows, settings, "cpu")
+    assert n_cond == [3, 0, 5, 1]
+    cond, x_cond = condition(0, 4)
+
+    def run(i):
+        rng = [seeded(7, j) for j in range(4)]
+        noise = lambda: torch.stack([torch.randn(L, E, generator=g) for g in rng])[i]  # noqa: E731
+        z = flow(golden, 2 * noise(), time_grid(6), noise, 1.0, 1.5, cond[i], x_cond[i], cfg=2.0)
+        return z, decode(golden, z, 1.5)
+    z, tokens = run(slice(0, 4))
+    assert torch.equal(z[cond[..., 0]], x_cond[cond[..., 0]])                            # clean to the end
+    for i in range(4):
+        alone = run(slice(i, i + 1))
+        assert torch.allclose(alone[0][0], z[i], atol=1e-4) and torch.equal(alone[1][0], tokens[i])
+    unguided = flow(golden, Z, time_grid(3), None, 0.0, 1.0, cond[:2], x_cond[:2], cfg=1.0)
+    assert not torch.allclose(unguided, flow(golden, Z, time_grid(3), None, 0.0, 1.0, cond[:2], x_cond[:2], cfg=3.0))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_share_an_epoch_without_overlap(world):
+    """As main does it: the global batch of a step, cut by rank; 20 rows in batches of 6 run over the epoch's end after 20 places."""
+    seen = {rank: [] for rank in range(world)}
+    for step in range(10):
+        rows = train.batch_rows(20, step, 6, seed=1)
+        for rank in range(world):
+            seen[rank] += list(rows[rank * 6 // world:(rank + 1) * 6 // world])
+    assert len({len(r) for r in seen.values()}) == 1
+    assert sorted(r for rows in seen.values() for r in rows) == sorted(list(range(20)) * 3)
+
+
+@pytest.fixture(scope="session")
+def pairs_run(tmp_path_factory):
+    """data/docs_cond/prepare.py on a made-up package, and a finished tiny run on it."""
+    import data.docs_cond.prepare as prepare_cond
+    folder = tmp_path_factory.mktemp("pairs") / "data"
+    folder.mkdir()
+    verbs, nouns = ["load", "close", "build", "sort", "read", "write"], [f"{a}_{b}" for a in ("old", "new", "big", "good") for b in ("row", "file", "list", "word")]
+    body = "".join(f'def {v}_{n}(path, *more, flag=1, **rest):\n    """{v.title()} the {n.replace("_", " ")}. Then more.\n\n    Not this."""\n\n'
+                   for v in verbs for n in nouns)
+    (folder / "package.py").write_text(body + 'class Row(list):\n    """Sort the old row."""\n\nclass Odd:\n    """no sentence"""\n')
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in dict(HERE=folder, LENGTH=40, COND_LENGTH=20, VOCAB_SIZE=120, MIN_PAIRS=10, VAL_SHARE=0.2,
+                                source_files=lambda: sorted(folder.glob("*.py")), ENCODER=dict(width=16, layers=1, heads=2, steps=30)).items():
+            patch.setattr(prepare_cond, name, value)
+        prepare_cond.main([])
+    run = folder.parent / "run"
+    train.main(small(folder, run, "--cond_length=20", "--steps=80", "--sample_steps=4", "--sample_cfg=2.0", "--cond_drop=0.3"))
+    return folder, run
+
+
+def test_pairs_of_signatures_and_sentences(pairs_run):
+    folder, run = pairs_run
+    meta, tokenizer = json.loads((folder / "meta.json").read_text()), load_tokenizer(folder / "t5")
+    sides = train.open_data(folder, 40, 20, str(folder / "t5"))[:2]
+    assert sum(map(len, sides)) >= 96 and meta["counts"]["val"]["rows"] == len(sides[1]) > 5
+    texts = {}
+    for rows in sides:
+        for ids, n in zip(*rows.batch(range(len(rows)))):
+            texts[to_text(tokenizer, ids[:n])] = to_text(tokenizer, ids, n)
+    assert texts["def load_old_row(path, *more, flag, **rest)"] == "Load the old row."
+    import data.docs_cond.prepare as prepare_cond
+    assert prepare_cond.pairs(folder / "package.py")[-1] == ("Row", "class Row(list)", "Sort the old row.")
+    sample = records(run)[-1]["samples"][0]
+    cond, target = sample.split(" -> ")[0], sample.rsplit(" | ", 1)[1]
+    assert texts[cond] == target
+    log = [r["val_ce"] for r in records(run) if "val_ce" in r]
+    assert log[-1] < log[0]
+
+
+def test_sampling_from_conditions(pairs_run, tmp_path, capsys):
+    folder, run = pairs_run
+    (tmp_path / "c.txt").write_text("def load_file(path)\nclass Row\n")
+    (tmp_path / "c.jsonl").write_text('{"input": "class Row", "output": "A row."}\n{"input": "class File", "output": "A file."}\n')
+    common = ["--ckpt", str(run), "--seed", "3"]
+    sample_main([*common, "--cond", str(tmp_path / "c.jsonl"), "--out", str(tmp_path / "o.jsonl")])
+    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [(r["cond"], r["reference"], r["steps"], r["cfg"]) for r in lines] == [("class Row", "A row.", 4, 2.0), ("class File", "A file.", 4, 2.0)]
+    capsys.readouterr()
+    sample_main([*common, "--cond", "class Row", "--n", "1"])
+    assert capsys.readouterr().out == lines[0]["text"] + "\n"                             # alone = in a batch
+    sample_main([*common, "--cond", str(tmp_path / "c.txt"), "--steps", "2", "--cfg", "1"])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    for argv, says in ((common, "--cond: .* writes from a condition"), ([*common, "--cond", str(tmp_path / "no.txt")], "cannot be read"),
+                       ([*common, "--cond", str(tmp_path / "c.jsonl"), "--length", "20"], "--length 20: leaves no room")):
+        with pytest.raises(SystemExit, match=says):
+            sample_main(argv)
+
+
+def test_conditions_are_refused_without_pairs(run, docs, pairs_run):
+    with pytest.raises(SystemExit, match="does not write from a condition"):
+        sample_main(["--ckpt", str(run), "--cond", "class Row"])
+    with pytest.raises(SystemExit, match="cond_length = 5: .* does not hold pairs"):
+        train.main(small(docs[0], run, "--cond_length=5"))
+    with pytest.raises(SystemExit, match="cond_length = 0: .* holds pairs"):
+        train.main(small(pairs_run[0], run))
+    with pytest.raises(SystemExit, match="was prepared for"):
+        train.main([*small(docs[0], run), f"--encoder={pairs_run[0]}/t5"])
+
+
+def test_eval_of_pairs(pairs_run, scorer, docs, tmp_path):
+    pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
+    folder, run = pairs_run
+    argv = ["--ckpt", str(run), "--scorer", str(docs[0] / "scorer"), "--results", str(tmp_path / "r.jsonl"), "--n", "4", "--steps", "2"]
+    evaluate.main(argv)
+    evaluate.main([*argv[:-4], "--real", "5"])
+    ours, real = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert 0 <= ours["BLEU"] <= 100 and ours["samples"] == 4 and real["samples"] == 5 and math.isfinite(real["gen_ppl"])
+
+
+def test_starting_from_weights(run, docs, tmp_path):
+    """init_from: the weights of another run, none of its steps; a network of another size is refused."""
+    start = ["--warmup=1000", "--lr=1e-9", "--steps=1", f"--init_from={run}"]
+    train.main(small(docs[0], tmp_path / "run", *start))
+    a, b = load(run)[0].state_dict(), load(tmp_path / "run")[0].state_dict()
+    assert all(torch.allclose(a[k], b[k], atol=1e-5) for k in a) and records(tmp_path / "run")[-1]["step"] == 1
+    with pytest.raises(SystemExit, match="init_from = .*: a network of other sizes .*dim 32, here 64"):
+        train.main(small(docs[0], tmp_path / "other", *start, "--dim=64"))
+
+
+def test_released_conditional_weights_know_their_task(tmp_path, monkeypatch):
+    import huggingface_hub
+    torch.save({"params": golden_weights()}, tmp_path / "checkpoint_1")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, allow_patterns: str(tmp_path))
+    want = {"ELF-B-de-en-torch": (128, 64, 64), "ELF-B-xsum-torch": (1088, 1024, 64), "ELF-B-owt-torch": (1024, 0, None)}
+    for name, (length, cond_length, steps) in want.items():
+        settings = load(f"embedded-language-flows/{name}")[1]
+        assert (settings["length"], settings["cond_length"], settings.get("sample_steps")) == (length, cond_length, steps)

@@ -58,16 +58,20 @@ def source_files():
         yield from (f for f in sorted(root.rglob("*.py")) if "site-packages" not in f.relative_to(root).parts)
 
 
-def paragraphs(file):
-    """The prose paragraphs of one file's docstrings, as a list of one-line strings."""
+def parsed(file):
+    """The syntax tree of a source file; empty for those that the standard library ships broken on purpose, as test cases."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old files hold escapes that Python now warns about
-            tree = ast.parse(Path(file).read_bytes())
+            return ast.parse(Path(file).read_bytes())
     except (SyntaxError, ValueError):
-        return []  # the standard library ships files that are broken on purpose, as test cases
+        return ast.Module([], [])
+
+
+def paragraphs(file):
+    """The prose paragraphs of one file's docstrings, as a list of one-line strings."""
     found = []
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             doc = ast.get_docstring(node, clean=True) or ""
             found += [p for block in re.split(r"\n\s*\n", doc) if (p := prose(block))]

@@ -1,21 +1,82 @@
 """
-Code -> docstring: the offline task with a condition. From the same installed packages as data/docs, pairs of a function's or class's
-signature and the first sentence of its docstring, with a tokenizer and an encoder of their own, made by the same recipe.
+Code -> docstring, the offline task with a condition: from the signature of a function or class, the first sentence of its docstring.
+
+The same installed packages as data/docs, read with `ast`; a tokenizer and an encoder of their own, made by the same recipe from
+both sides' text. A pair is held out for validation by the hash of the function's or class's name: no name is on both sides.
 
     python data/docs_cond/prepare.py   # `python train.py config/docs_cond.py` runs it by itself
-
-The side of a pair, train or val, depends on the name of the function or class alone: no name is on both.
 """
 import ast
 import hashlib
 import os
 import re
 import sys
-import warnings
 from multiprocessing import Pool
 from pathlib import Path
 
+import numpy as np
+from tqdm import tqdm
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from data.common import EOS, to_rows, train_encoder, train_tokenizer, write_dataset  # noqa: E402
-from data.docs.prepare import prose, source_files  # noqa: E402
+from data.common import EOS, Files, side_of, train_encoder, train_tokenizer  # noqa: E402
+from data.docs.prepare import parsed, prose, source_files  # noqa: E402
+
+LENGTH, COND_LENGTH = 48, 24  # longer pairs are dropped, not cut
+VOCAB_SIZE = 4096
+VAL_SHARE = 0.05
+MIN_PAIRS = 1000
+ENCODER = dict(width=64, layers=4, heads=4, steps=2600)
+
+
+def signature(node):
+    """`def name(a, b, *args)` or `class Name(Base)`: names only, without types and defaults."""
+    if isinstance(node, ast.ClassDef):
+        return f"class {node.name}({', '.join(map(ast.unparse, node.bases))})".removesuffix("()")
+    a = node.args
+    names = [x.arg for x in a.posonlyargs + a.args] + [f"*{x.arg}" for x in [a.vararg] if x]
+    names += [x.arg for x in a.kwonlyargs] + [f"**{x.arg}" for x in [a.kwarg] if x]
+    return f"def {node.name}({', '.join(names)})"
+
+
+def pairs(file):
+    """(name, signature, first sentence) of everything in one file that has a docstring beginning with a sentence of prose."""
+    found = []
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = " ".join(re.split(r"\n\s*\n", ast.get_docstring(node) or "")[0].split())
+            sentence = re.match(r".+?[.!?](?=\s|$)", text)
+            if sentence and (sentence := prose(sentence[0])):
+                found.append((node.name, signature(node), sentence))
+    return found
+
+
+def main(argv=None):
+    if argv := sys.argv[1:] if argv is None else argv:
+        sys.exit(f"{' '.join(argv)}: prepare.py takes no argument")
+    files = list(source_files())
+    with Pool(os.cpu_count()) as pool:
+        found = tqdm(pool.imap(pairs, files, chunksize=32), total=len(files), desc="reading docstrings")
+        found = list(dict.fromkeys(pair for in_file in found for pair in in_file))
+    if len(found) < MIN_PAIRS:
+        sys.exit(f"{len(found)} pairs found: too few to learn from; install the packages of requirements.txt")
+    digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
+    sides = [side_of(name.encode(), VAL_SHARE) for name, _, _ in found]
+    tokenizer = train_tokenizer([text for side, pair in zip(sides, found) if side == "train" for text in pair[1:]], VOCAB_SIZE)
+    ids = [tokenizer([pair[part] for pair in found], add_special_tokens=False)["input_ids"] for part in (1, 2)]
+    kept = [(side, cond, target) for side, cond, target in zip(sides, *ids)
+            if 0 < len(cond) <= COND_LENGTH and 0 < len(target) < LENGTH - COND_LENGTH]
+    kept = [kept[i] for i in np.random.default_rng(0).permutation(len(kept))]
+    rows = np.array([cond + target + [EOS] * (LENGTH - len(cond + target)) for side, cond, target in kept if side == "train"], np.uint16)
+    print(f"{len(rows):,} training and {len(kept) - len(rows):,} validation pairs, fingerprint {digest}", flush=True)
+    encoder = train_encoder(rows, VOCAB_SIZE, **ENCODER)
+    for part in (tokenizer, encoder):
+        part.save_pretrained(HERE / "t5")
+    with Files(HERE, np.uint16, pairs=True) as out:
+        for side, *parts in kept:
+            out.add(side, [np.array(part, np.uint16) for part in parts])
+        out.finish("t5", len(tokenizer), encoder, fingerprint=digest)
+
+
+if __name__ == "__main__":
+    main()
