@@ -565,7 +565,8 @@ def test_signals(number, run, docs, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         at_step(patch, 7, lambda: os.kill(os.getpid(), number))
         train.main(small(docs[0], tmp_path / "run", "--steps=40"))
-    assert newest(tmp_path / "run")["step"] == 8 and "stopped after step 8, which is saved; the same command goes on" in capsys.readouterr().out
+    assert "stopped after step 8, which is saved; the same command goes on" in capsys.readouterr().out
+    assert newest(tmp_path / "run")["step"] == 8
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # nothing to finish yet
         at_step(patch, 8, lambda: os.kill(os.getpid(), number))
@@ -588,8 +589,8 @@ def test_timed_saves(docs, tmp_path):
     assert sorted(f.name for f in (tmp_path / "run").glob("ckpt*")) == [f"ckpt_0000000{n}.pt" for n in (5, 6, 7)]
 
 
-def torchrun(docs, run, *more):
-    return program("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "train.py",
+def torchrun(docs, run, *more, script=ROOT / "train.py"):
+    return program("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script,
                    *small(docs[0], run, "--batch_size=20", "--accum=2", "--val_interval=100000", "--sample_interval=100000", *more))
 
 
@@ -603,7 +604,8 @@ def test_two_processes_stop_together_and_go_on(docs, tmp_path, capsys):
     start = time.monotonic()
     out, _ = process.communicate(timeout=100)
     step = newest(tmp_path / "run")["step"]
-    assert time.monotonic() - start < 20 and f"stopped after step {step}, which is saved" in out and "Traceback" not in out.split("stopped")[0]
+    assert time.monotonic() - start < 20 and f"stopped after step {step}, which is saved" in out
+    assert "Traceback" not in out.split("stopped")[0]  # torchrun's own comes after it
     both = [torchrun(docs, tmp_path / name, f"--steps={step + 4}") for name in ("run", "whole")]
     outs = [process.communicate(timeout=200)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0] and f"from step {step} on" in outs[0], outs
@@ -611,6 +613,16 @@ def test_two_processes_stop_together_and_go_on(docs, tmp_path, capsys):
     train.main(small(docs[0], tmp_path / "run", f"--steps={step + 5}", "--batch_size=20", "--accum=4"))  # and on one process
     assert "'processes': 2" in (said := capsys.readouterr().out) and "other noise from here on" in said
     assert newest(tmp_path / "run")["step"] == step + 5
+
+
+def test_one_processes_signal_stops_both(docs, tmp_path):
+    (tmp_path / "one.py").write_text(
+        f"import os, signal, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nrows = train.batch_rows\n"
+        "def signalled(n, step, *more):\n    if step == 5 and os.environ['RANK'] == '1':\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return rows(n, step, *more)\ntrain.batch_rows = signalled\ntrain.main()")
+    process = torchrun(docs, tmp_path / "run", "--steps=1000000", script=tmp_path / "one.py")
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0 and "stopped after step 6, which is saved" in out and newest(tmp_path / "run")["step"] == 6, out
 
 
 def test_not_finite_stops_all_processes(docs, tmp_path):
@@ -621,7 +633,8 @@ def test_not_finite_stops_all_processes(docs, tmp_path):
 
 def test_not_finite_names_the_step(docs, tmp_path, monkeypatch):
     losses, calls = train.losses, iter(range(1, 100))
-    monkeypatch.setattr(train, "losses", lambda *a, **kw: [y * (math.nan if bad else 1) for bad in [next(calls) == 13] for y in losses(*a, **kw)])
+    monkeypatch.setattr(train, "losses", lambda *a, **kw: [y * factor for factor in [math.nan if next(calls) == 13 else 1]
+                                                           for y in losses(*a, **kw)])
     with pytest.raises(SystemExit, match="not finite at step 13; .*try a smaller --lr"):
         train.main(small(docs[0], tmp_path / "run", "--steps=40"))
     assert newest(tmp_path / "run")["step"] == 10
@@ -726,12 +739,13 @@ def test_fuzz(run, docs, scorer, tmp_path, monkeypatch, capsys):
     (tmp_path / "a.jsonl").write_text('{"input": "a", "output": "b"}\n')
     (tmp_path / "c.py").write_text("steps = 3\n")
     rng = np.random.default_rng(0)
-    words = ["", "0", "1", "2", "-1", "3", "7", "0.5", "1e9", "1e400", "nan", "inf", "-inf", "true", "false", "None", "x", "é", "\0", "..", "/",
-             "a.txt", "a.jsonl", "c.py", str(run), str(docs[0]), f"{docs[0]}/t5", "9" * 30, "9" * 5000, "[1]", "--", "=", "a b", "cpu", "uniform",
-             "1_0", "0x10", "-0", " 1"]
+    words = ["", "0", "1", "2", "-1", "3", "7", "0.5", "1e9", "1e400", "nan", "inf", "-inf", "true", "false", "None", "x", "é", "\0", "..",
+             "/", "a.txt", "a.jsonl", "c.py", str(run), str(docs[0]), f"{docs[0]}/t5", "9" * 30, "9" * 5000, "[1]", "--", "=", "a b", "cpu",
+             "uniform", "1_0", "0x10", "-0", " 1"]
     cheap = ["--device=cpu", "--compile=false", "--steps=2"]
     names = dict(
-        train=[f.name for f in train.fields(train.Config) if f.name != "out"], sample="steps gamma w cfg schedule n seed length cond out force trace device".split(),
+        train=[f.name for f in train.fields(train.Config) if f.name != "out"],
+        sample="steps gamma w cfg schedule n seed length cond out force trace device".split(),
         eval="steps gamma w cfg schedule n seeds real ar scorer results device".split(), text="val_share val_share val_share encoder".split())
     start, ended = time.monotonic(), dict.fromkeys(names, 0)
     for attempt in range(500):
@@ -750,7 +764,8 @@ def test_fuzz(run, docs, scorer, tmp_path, monkeypatch, capsys):
             elif script == "eval":
                 evaluate.main(["--ckpt", str(run), "--n=2", "--steps=2", "--results=r.jsonl", *options])
             else:
-                importlib.import_module("data.text.prepare").main(["a.txt", "--encoder", f"{docs[0]}/t5", "--workers=1", "--val_share=0.4", f"--out={tmp_path}/data{attempt}", *options])
+                importlib.import_module("data.text.prepare").main(["a.txt", f"--encoder={docs[0]}/t5", "--workers=1", "--val_share=0.4",
+                                                                   f"--out={tmp_path}/data{attempt}", *options])
             ended[script] += 1
         except SystemExit:
             pass

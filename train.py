@@ -379,7 +379,7 @@ def save(file, content, keep, best):
     temporary, link = file.with_name("ckpt.tmp"), file.with_name("best.tmp")
     try:
         for path in (temporary, link):
-            path.unlink(missing_ok=True)  # never written over: after a kill, it may be best.pt by another name
+            path.unlink(missing_ok=True)  # never written over: after a kill, it may be best.pt under another name
         with open(temporary, "wb") as f:
             torch.save(content, f)
             f.flush()
@@ -421,7 +421,7 @@ def restore(run, settings, machine, model, ema, opts, say):
                 for opt, state in zip(opts, copy.deepcopy(old["optimizers"]), strict=True):  # a copy, for `old` is the file itself
                     opt.load_state_dict(state)
         except Exception as e:  # a damaged or foreign file fails in as many ways as there are formats
-            say(f"{file}: damaged, or no checkpoint of train.py ({type(e).__name__}: {' '.join(str(e).split())[:60]}); trying the one before")
+            say(f"{file}: damaged, or not of train.py ({type(e).__name__}: {' '.join(str(e).split())[:60]}); trying the one before")
             continue
         if changed:
             sys.exit(f"{run}: holds a run with other settings ({', '.join(changed)}); give this one another --name, or move that one "
@@ -508,7 +508,7 @@ def train(cfg, device, world, rank, stack):
 
     def agree(value):
         """The greatest of all processes' values, on the CPU: no wait for the GPU."""
-        flag = torch.tensor(value)
+        flag = torch.tensor(int(value))
         if world > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return int(flag)
@@ -641,7 +641,7 @@ def train(cfg, device, world, rank, stack):
                 save(run / f"ckpt_{done:08}.pt", content, cfg.keep, better)
                 saved, best = done, content["best"]
         except (OSError, RuntimeError) as e:  # RuntimeError is torch.save's way to say that the disk is full
-            unsaved = f"step {done}: not saved ({(str(e).splitlines() or [''])[0][:100]}); what was saved before is kept: free some disk space"
+            unsaved = f"step {done}: not saved ({' '.join(str(e).split())[:100]}); what was saved before is kept: free some disk space"
             bar.write(f"{unsaved}; the next save tries again")
         if saving:
             saved_at = time.monotonic()
