@@ -10,7 +10,6 @@ where a run stopped, however that was, and ends with the same weights; --fresh m
 """
 import copy
 import difflib
-import errno
 import functools
 import itertools
 import json
@@ -450,7 +449,7 @@ def note(log, entry):
         end = f.tell()
         if f.write(line) < len(line):
             f.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(f"{log}: the disk is full")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -658,5 +657,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        print("stopped before its first step was done; the same command starts again", flush=True)
+        print("stopped before a step was done; the same command starts again", flush=True)
         os._exit(0)  # whatever it was at: threads of torch.compile, a download, ...
