@@ -1489,3 +1489,64 @@ def test_released_conditional_weights_know_their_task(tmp_path, monkeypatch):
     for name, (length, cond_length, steps) in want.items():
         settings = load(f"embedded-language-flows/{name}")[1]
         assert (settings["length"], settings["cond_length"], settings.get("sample_steps")) == (length, cond_length, steps)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# speed
+
+def test_bench_needs_nothing_and_leaves_nothing(tmp_path, capsys):
+    argv = small("data/none", tmp_path / "run", "--bench=4", "--recompute")
+    argv = [a for a in argv if not a.startswith("--encoder")] + ["--encoder=t5-small", "--length=8"]
+    train.main(argv)
+    out = capsys.readouterr().out
+    assert "random encoder of the shape of t5-small" in out
+    found = re.search(r"median step ([\d,]+) ms, ([\d,]+) tokens/s; matrix products ([\d,]+) GFLOP, (\d+)% of the ([\d,]+) GFLOP/s", out)
+    step, rate, work, share, peak = (int(n.replace(",", "")) for n in found.groups())
+    assert abs(rate * step / 1000 / 80 - 1) < 0.2 and abs(100 * 1000 * work / step / peak - share) < 0.2 * share + 1.5
+    shares = [int(n) for n in re.findall(r"(?:data|encoder|no-grad|gradient|optimiser) (\d+)%", out)]
+    assert len(shares) == 5 and 95 <= sum(shares) <= 105 and not (tmp_path / "run").exists()
+
+
+def test_matrix_work_is_what_torch_counts(golden):
+    """Of the gradient pass and the no-grad pass, against torch's own counter; the encoder and Newton-Schulz apart."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import T5Config, T5EncoderModel
+    encoder = T5EncoderModel(T5Config(d_model=16, d_kv=8, num_heads=2, d_ff=32, num_layers=2, vocab_size=24))
+    x, ids, cond = torch.randn(10, L, E), torch.randint(V, (10, L)), NONE[:1].expand(10, L, 1)
+    with FlopCounterMode(display=False) as counter:
+        mse, ce = train.losses(golden, x, ids, cond, 2, 4, **draws(10, 2, train.Config()), noise_scale=2.0, decode_noise=5.0)
+        (mse.sum() + ce.sum()).backward()
+        encoder(input_ids=ids)
+    newton_schulz = train.matrix_work(golden, encoder, 0, L, 0, 0, 1)
+    assert abs((train.matrix_work(golden, encoder, 10, L, 2, 4, 1) - newton_schulz) / counter.get_total_flops() - 1) < 0.1
+    golden.zero_grad()
+
+
+def test_recomputing_changes_no_gradient(golden):
+    def gradients(recompute):
+        golden.recompute = recompute
+        mse, ce = golden_losses(golden, 1, 0)
+        return torch.autograd.grad(mse.mean() + ce.mean(), golden.parameters())
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(gradients(False), gradients(True)))
+    golden.recompute = False
+
+
+def test_nothing_compiles_twice():
+    """After a first step, one without a gradient and one with, later steps and validation find their graphs ready."""
+    from torch._dynamo.utils import counters
+    torch._dynamo.reset()
+    model, cfg = ELF(ELFConfig(**TINY)), train.Config()
+    for block in model.blocks:
+        block.compile(dynamic=False, backend="eager")
+
+    def step(seed):
+        x, ids = torch.randn(10, L, E, generator=seeded(seed)), torch.randint(V, (10, L), generator=seeded(seed))
+        mse, ce = train.losses(model, x, ids, NONE[:1].expand(10, L, 1), 2, 4, **draws(10, 2, cfg, seed), noise_scale=2.0, decode_noise=5.0)
+        (mse.sum() + ce.sum()).backward()
+        with torch.no_grad():
+            train.losses(model, x, ids, NONE[:1].expand(10, L, 1), 2, 4, **draws(10, 2, cfg, seed), noise_scale=2.0, decode_noise=5.0)
+    step(0)
+    before = counters["stats"]["unique_graphs"]
+    step(1), step(2)
+    assert 0 < before <= 4 and counters["stats"]["unique_graphs"] == before
+    torch._dynamo.reset()

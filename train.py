@@ -10,7 +10,6 @@ where a run stopped, however that was, and ends with the same weights; --fresh m
 """
 import copy
 import difflib
-import functools
 import itertools
 import json
 import os
@@ -18,11 +17,10 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,14 +30,16 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from model import (ELF, EOS, ROOT, VERSION, ELFConfig, autocast, checkpoints, condition_mask, embed, load, load_encoder, load_tokenizer,
+from data.rows import batch_rows, open_data, stand_ins
+from model import (ELF, PREFIX, ROOT, VERSION, ELFConfig, autocast, checkpoints, condition_mask, embed, load, load_encoder, load_tokenizer,
                    pick_device, read)
 from sample import conditions, sample, seeded, to_text
 
 try:
     import fcntl
-except ImportError:  # Windows: two runs into one folder are then not noticed
-    fcntl = None
+    import resource
+except ImportError:  # Windows: two runs into one folder are then not noticed, nor how much memory there is in use
+    fcntl = resource = None
 
 
 @dataclass
@@ -98,16 +98,18 @@ class Config:
     device: str = "auto"           # cuda, mps or cpu
     bf16: bool = True              # where the device is good at it
     compile: bool = True           # where there is a compiler
+    recompute: bool = False        # activations, block by block, in the backward pass: less memory, more work
+    bench: int = 0                 # only so many steps, on random tokens with a random encoder; nothing is read or saved
 
 
 FREE = {"name", "out", "prepare", "init_from", "steps", "sample_steps", "sample_gamma", "sample_w", "sample_cfg", "log_interval",
         "val_interval", "val_rows", "sample_interval", "sample_rows", "save_interval", "save_minutes", "keep", "fresh", "device", "bf16",
-        "compile"}  # settings that a resumed run may change
+        "compile", "recompute", "bench"}  # settings that a resumed run may change
 
 
 def configure(argv):
     """Config from `[FILE.py] [--key=value | --key value]...`; SystemExit with one line on anything else."""
-    argv = ["--fresh=true" if arg == "--fresh" else arg for arg in argv]
+    argv = [f"{arg}=true" if arg in ("--fresh", "--recompute") else arg for arg in argv]
     if {"-h", "--help"} & set(argv):
         print(__doc__, "Settings, with their defaults:", *(f"  --{f.name}={f.default}" for f in fields(Config)), sep="\n")
         sys.exit()
@@ -140,7 +142,7 @@ def configure(argv):
     for key, value in asdict(cfg).items():
         if types[key] in (int, float):
             low = -100 if key in ("t_mean", "decode_mean") else 0
-            zero = key in ("seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cond_length", "cond_drop", "sample_gamma", "sample_cfg")
+            zero = key in ("seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cond_length", "cond_drop", "sample_gamma", "sample_cfg", "bench")
             if not (low < value < 1e9 or value == 0 and zero):
                 sys.exit(f"{key} = {value}: must be {'at least' if zero else 'greater than'} {low}, and below 1e9")
     if not re.fullmatch(r"\w[\w.-]{0,99}", cfg.name):
@@ -237,90 +239,6 @@ def objective(mse, ce, n_target, n_sc, cfg):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# data
-
-class Rows:
-    """
-    One side of a data set (see data/README.md), memory-mapped: a stream of tokens cut into rows of L, or pairs of a condition
-    and a target, where each row is both, cut to fit, and filled up with </s>.
-    """
-
-    def __init__(self, file, dtype, meta, L, cond_length=0):
-        again = f"delete meta.json in {file.parent} and prepare the data again"
-        try:
-            self.L, self.cond_length, self.tokens = L, cond_length, np.memmap(file, dtype, "r")
-            self.offsets = np.memmap(file.with_suffix(".idx"), np.uint64, "r") if meta["pairs"] else None
-        except (OSError, ValueError) as e:  # missing, empty, or not whole tokens
-            sys.exit(f"{file}: missing, empty or cut short ({e}); {again}")
-        count = meta["counts"][file.stem]
-        if len(self.tokens) != count["tokens"] or meta["pairs"] and (len(self.offsets) != 2 * count["rows"] + 1 or self.offsets[-1] != len(self.tokens)):
-            sys.exit(f"{file}: {len(self.tokens)} tokens, and not the {count['tokens']} in {count['rows']} rows that meta.json tells of; {again}")
-        if len(self) == 0:
-            sys.exit(f"{file}: {len(self.tokens)} tokens, less than one row of length = {L}; choose a smaller --length or more text")
-
-    def __len__(self):
-        return len(self.tokens) // self.L if self.offsets is None else len(self.offsets) // 2
-
-    def batch(self, where):
-        """Rows `where` as ids (B, L) int64, of which the first n_cond (B,) are the condition."""
-        ids, n_cond = np.full((len(where), self.L), EOS, np.int64), np.zeros(len(where), np.int64)
-        for row, i in enumerate(where):
-            if self.offsets is None:
-                ids[row] = self.tokens[i * self.L:(i + 1) * self.L]
-            else:
-                a, b, c = self.offsets[2 * i:2 * i + 3].astype(np.int64)
-                cond, target = self.tokens[a:min(b, a + self.cond_length)], self.tokens[b:c]
-                n_cond[row] = len(cond)
-                both = np.concatenate([cond, target[:self.L - len(cond)]])
-                ids[row, :len(both)] = both
-        return ids, n_cond
-
-
-def open_data(data, length=0, cond_length=0, encoder="", prepare=""):
-    """
-    (train, val, meta) of the folder data: two `Rows`, and the dict in its meta.json. Makes the folder first if prepare says how.
-    length, cond_length, encoder: what the run's config says; SystemExit with one line where the data says otherwise.
-    """
-    folder = ROOT / data
-    if not (folder / "meta.json").is_file():
-        script = folder / "prepare.py"
-        if not prepare or (ROOT / prepare).resolve() != script.resolve() or not script.is_file():
-            sys.exit(f"data = {data}: no meta.json there; prepare that folder first, or name a prepared one")
-        print(f"{data} is not prepared yet: running {prepare}", flush=True)
-        if code := subprocess.run([sys.executable, str(script)]).returncode:
-            sys.exit(code)
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        dtype, L = {"uint16": np.dtype("uint16"), "uint32": np.dtype("uint32")}[meta["dtype"]], int(meta["length"])
-        x_mean, x_std = (np.array(meta[k], float) for k in ("x_mean", "x_std"))
-        if not (np.isfinite(x_mean).all() and (x_std > 0).all() and x_mean.shape == x_std.shape and type(meta["fingerprint"]) is str
-                and type(meta["encoder"]) is str and type(meta["pairs"]) is bool and 0 <= L < 2**24
-                and all(type(meta["counts"][side][k]) is int for side in ("train", "val") for k in ("rows", "tokens"))):
-            raise ValueError("x_mean, x_std, length, encoder, pairs, counts or fingerprint is off")
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        sys.exit(f"{folder}/meta.json: damaged ({type(e).__name__}: {e}); delete it and prepare the data again")
-    if length and L and length != L:
-        sys.exit(f"length = {length}: {data} holds rows of {L} tokens")
-    if encoder and (ROOT / encoder).resolve() not in [(at / meta["encoder"]).resolve() for at in (ROOT, folder)]:
-        sys.exit(f"encoder = {encoder}: {data} was prepared for {meta['encoder']}; prepare it again, or give --encoder={meta['encoder']}")
-    if bool(cond_length) != meta["pairs"] and length or cond_length >= max(1, length):
-        sys.exit(f"cond_length = {cond_length}: must be from 1 to length - 1 for data of pairs, and 0 for other data; {data} "
-                 f"{'holds' if meta['pairs'] else 'does not hold'} pairs")
-    return *(Rows(folder / f"{side}.bin", dtype, meta, length or L or 1, cond_length) for side in ("train", "val")), meta
-
-
-@functools.lru_cache(maxsize=2)
-def shuffled(n, seed, epoch):
-    return np.random.default_rng((seed, epoch)).permutation(n)
-
-
-def batch_rows(n, step, batch_size, seed):
-    """Which of n rows the global batch of `step` holds: epochs end to end, each in its own order, every row once in each."""
-    places = np.arange(step * batch_size, (step + 1) * batch_size)
-    return np.array([shuffled(n, seed, int(epoch))[i] for epoch, i in zip(places // n, places % n)])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # training
 
 def optimizers(model, cfg):
@@ -329,6 +247,65 @@ def optimizers(model, cfg):
     rest = [p for p in model.parameters() if p.ndim != 2]
     return [torch.optim.Muon(matrices, lr=cfg.lr, momentum=0.95, weight_decay=0.0),
             torch.optim.Adam(rest, lr=cfg.lr, fused=True)]
+
+
+class Clock:
+    """Where the time of a step goes. It runs in some of the steps only, for on a GPU it waits for the end of each part."""
+
+    def __init__(self, device, model):
+        self.device, self.parts, self.steps = device, None, []
+        model.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("gradient"))
+        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("no-grad"))
+
+    def now(self):
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def start(self):
+        self.parts, self.last = dict.fromkeys(("data", "encoder", "no-grad", "gradient", "optimiser"), 0.0), self.now()
+
+    def lap(self, part):
+        if self.parts is not None:
+            before, self.last = self.last, self.now()
+            self.parts[part] += self.last - before
+
+    def stop(self):
+        if self.parts is not None:
+            self.steps.append(self.parts)
+            self.parts = None
+
+    def report(self, tokens, flops, bf16):
+        """One line on the median step: of so many tokens and floating-point operations in matrix products."""
+        step = float(np.median([sum(parts.values()) for parts in self.steps]))
+        a, times = torch.randn(2048, 2048, device=self.device), []
+        with autocast(self.device, bf16):
+            a = a.to((a @ a).dtype)
+        for _ in range(6):
+            start = self.now()
+            a @ a
+            times.append(self.now() - start)
+        peak = 2 * 2048**3 / min(times)
+        memory = (torch.cuda.max_memory_allocated() if self.device.type == "cuda" else
+                  resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) if resource else 0)
+        shares = ", ".join(f"{part} {np.median([parts[part] for parts in self.steps]) / step:.0%}" for part in self.steps[0])
+        return (f"median step {1000 * step:,.0f} ms, {tokens / step:,.0f} tokens/s; matrix products {flops / 1e9:,.0f} GFLOP, "
+                f"{flops / step / peak:.0%} of the {peak / 1e9:,.0f} GFLOP/s measured here; peak memory {memory / 1e9:.1f} GB; {shares}")
+
+
+def matrix_work(model, encoder, B, L, n_dec, n_sc, accum):
+    """Floating-point operations in a step's matrix products: the encoder, both passes (a backward is two forwards), Newton-Schulz."""
+    c, e, P = model.config, encoder.config, L + PREFIX
+
+    def size(*modules):
+        return sum(p.numel() for module in modules for p in module.parameters() if p.ndim == 2)
+
+    trunk = 2 * L * size(model.in_proj, model.bottleneck) + 2 * P * size(model.blocks) + 4 * c.depth * P**2 * c.dim  # one row, forward
+    denoise, unembed = 2 * L * size(model.denoise), 2 * L * size(model.unembed)
+    frozen = B * (2 * L * size(encoder.encoder.block) + 4 * e.num_layers * L**2 * e.num_heads * e.d_kv)
+    passes = n_sc * (trunk + denoise) + 3 * (B * trunk + (B - n_dec) * denoise + n_dec * unembed)
+    return accum * (frozen + passes) + sum(5 * (4 * min(p.shape)**2 * max(p.shape) + 2 * min(p.shape)**3)
+                                           for p in model.parameters() if p.ndim == 2)
 
 
 def compiler_works(device):
@@ -476,18 +453,24 @@ def main(argv=None):
 
 def train(cfg, device, world, rank, stack):
     """The run itself; what it holds goes on the stack. Returns None, or the line that says why it failed."""
+    cfg = replace(cfg, steps=cfg.bench or cfg.steps)
     B = cfg.batch_size // (world * cfg.accum)  # rows a micro-batch
     if B * world * cfg.accum != cfg.batch_size:
         sys.exit(f"batch_size = {cfg.batch_size}: not a multiple of {world} processes x accum = {cfg.accum}")
     n_dec, n_sc = kinds(B, cfg)
     say = print if rank == 0 else lambda text: None
 
-    if rank == 0:
+    if rank == 0 and not cfg.bench:
         open_data(cfg.data, cfg.length, cfg.cond_length, cfg.encoder, cfg.prepare)  # may prepare it
     if world > 1:
         dist.barrier()
-    train_rows, val_rows, meta = open_data(cfg.data, cfg.length, cfg.cond_length, cfg.encoder)
-    tokenizer, encoder = load_tokenizer(cfg.encoder), load_encoder(cfg.encoder, device)
+    if cfg.bench:
+        say(f"bench: random tokens, and a random encoder of the shape of {cfg.encoder}")
+        train_rows, val_rows, meta, tokenizer, encoder = stand_ins(cfg.encoder, cfg.length, cfg.cond_length)
+        encoder.to(device)
+    else:
+        train_rows, val_rows, meta = open_data(cfg.data, cfg.length, cfg.cond_length, cfg.encoder)
+        tokenizer, encoder = load_tokenizer(cfg.encoder), load_encoder(cfg.encoder, device)
     x_mean, x_std = (torch.tensor(meta[k], device=device) for k in ("x_mean", "x_std"))  # numbers, or one per channel
     if x_mean.numel() not in (1, encoder.config.d_model):
         sys.exit(f"{cfg.data}/meta.json: x_mean has {x_mean.numel()} channels, encoder {cfg.encoder} has {encoder.config.d_model}; prepare it again")
@@ -500,7 +483,7 @@ def train(cfg, device, world, rank, stack):
 
     run = ROOT / cfg.out / cfg.name
     log = run / "log.jsonl"
-    if rank == 0:
+    if rank == 0 and not cfg.bench:
         stack.enter_context(alone(run, cfg.fresh))
     if world > 1:
         dist.barrier()
@@ -513,13 +496,13 @@ def train(cfg, device, world, rank, stack):
         return int(flag)
 
     machine = dict(processes=world, device=device.type)
-    start, best = restore(run, settings, machine, raw, ema, opts, say)
+    start, best = (0, np.inf) if cfg.bench else restore(run, settings, machine, raw, ema, opts, say)
     if agree(start) != -agree(-start):
         sys.exit(f"{run}: not the same on all machines; choose an --out that they share")
     if start >= cfg.steps:
         say(f"{run}: finished at step {start}; more --steps go on from there, --fresh or another --name starts anew")
         sys.exit()
-    if rank == 0:
+    if rank == 0 and not cfg.bench:
         forget(log, start)
     if not start and cfg.init_from:
         other, _ = load(cfg.init_from, device)
@@ -528,7 +511,8 @@ def train(cfg, device, world, rank, stack):
         raw.load_state_dict(other.state_dict())
         torch._foreach_copy_(ema, [p.detach() for p in params])
     # Compiling costs half a minute, which shorter runs do not earn back. A resumed run compiles as its first part did, to end as one.
-    if cfg.compile and cfg.steps >= 500 and compiler_works(device):
+    raw.recompute, clock = cfg.recompute, Clock(device, raw)
+    if cfg.compile and (cfg.steps >= 500 or cfg.bench) and compiler_works(device):
         for block in raw.blocks:  # one block is compiled and serves them all: as fast as the whole, in half of the start-up time
             block.compile(dynamic=False)
     net = DistributedDataParallel(raw) if world > 1 else raw
@@ -539,6 +523,7 @@ def train(cfg, device, world, rank, stack):
         if ids.max() >= len(tokenizer):
             sys.exit(f"{cfg.data}: token id {ids.max()} in it, but {cfg.encoder} has {len(tokenizer)} tokens; prepare the data for this encoder")
         ids, n_cond = torch.from_numpy(ids).to(device), torch.from_numpy(n_cond).to(device)
+        clock.lap("data")
         cond = condition_mask(n_cond, cfg.length)
         with autocast(device, cfg.bf16):
             if meta["pairs"]:
@@ -546,6 +531,7 @@ def train(cfg, device, world, rank, stack):
                 x = embed(encoder, ids, x_mean, x_std, cond, drop)
             else:
                 x = embed(encoder, ids, x_mean, x_std)
+            clock.lap("encoder")
             mse, ce = losses(model, x, ids, cond, n_dec, n_sc, **draw(*x.shape, n_dec, cfg, rng),
                              noise_scale=cfg.noise_scale, decode_noise=cfg.decode_noise)
         return mse, ce, cfg.length - n_cond
@@ -587,15 +573,18 @@ def train(cfg, device, world, rank, stack):
     say(f"{sum(p.numel() for p in params):,} parameters, {len(train_rows):,} training rows of {cfg.length} "
         f"({meta['fingerprint']}), {cfg.steps} steps of {cfg.batch_size} rows, {device.type}" + f", from step {start} on" * (start > 0))
     bar = stack.enter_context(tqdm(total=cfg.steps, initial=start, disable=rank > 0, dynamic_ncols=True))
-    clock, clock_step, saved_at, saved = time.monotonic(), start, time.monotonic(), start
+    since, since_step, saved_at, saved = time.monotonic(), start, time.monotonic(), start
     bad = torch.zeros((), dtype=torch.int64, device=device)  # the first step whose gradient is not finite: the same in all processes
     for step in range(start, cfg.steps):
+        if step - start >= 2 and (cfg.bench or step % cfg.log_interval == 0):  # the first two compile, and fill caches
+            clock.start()
         rows = batch_rows(len(train_rows), step, cfg.batch_size, cfg.seed)
         for micro in range(cfg.accum):
             first = (rank * cfg.accum + micro) * B
             with net.no_sync() if world > 1 and micro < cfg.accum - 1 else nullcontext():
                 mse, ce, n = batch_losses(net, train_rows.batch(rows[first:first + B]), seeded(cfg.seed, step, rank, micro, device=device))
                 (objective(mse, ce, n, n_sc, cfg) / cfg.accum).backward()
+                clock.lap("gradient")
         norm = torch.nn.utils.clip_grad_norm_(params, cfg.clip)
         done, last = step + 1, step + 1 == cfg.steps
         for opt in opts:
@@ -604,8 +593,12 @@ def train(cfg, device, world, rank, stack):
             opt.step()
             opt.zero_grad()
         torch._foreach_lerp_(ema, [p.detach() for p in params], 1 - min(cfg.ema, done / (done + 9)))
+        clock.lap("optimiser")
+        clock.stop()
         bad = torch.where((bad == 0) & ~norm.isfinite(), done, bad)
         bar.update()
+        if cfg.bench:
+            continue
 
         word = agree(2 if caught else time.monotonic() - saved_at > 60 * cfg.save_minutes)  # 2: stop, 1: save, 0: go on
         logging, saving = done % cfg.log_interval == 0 or last, done % cfg.save_interval == 0 or last or word > 0
@@ -614,8 +607,8 @@ def train(cfg, device, world, rank, stack):
                     "try a smaller --lr or a longer --warmup")
         entry, better = {}, False
         if rank == 0 and logging:
-            rate = (done - clock_step) * cfg.batch_size * cfg.length / (time.monotonic() - clock)
-            clock, clock_step = time.monotonic(), done
+            rate = (done - since_step) * cfg.batch_size * cfg.length / (time.monotonic() - since)
+            since, since_step = time.monotonic(), done
             entry = dict(loss=objective(mse, ce, n, n_sc, cfg).item(), mse=mse.mean().item(), ce=ce.mean().item(), tokens_per_s=rate)
             bar.set_postfix_str(f"loss {entry['loss']:.3f} mse {entry['mse']:.3f} ce {entry['ce']:.3f} {rate:,.0f} tok/s")
         if rank == 0 and (done % cfg.val_interval == 0 or last):
@@ -646,6 +639,12 @@ def train(cfg, device, world, rank, stack):
             saved_at = time.monotonic()
         if word == 2:
             break
+    if clock.steps:
+        work = matrix_work(raw, encoder, B, cfg.length, n_dec, n_sc, cfg.accum)
+        bar.close()
+        say(clock.report(cfg.batch_size * cfg.length, work * world, cfg.bf16))
+    if cfg.bench:
+        return None
     if rank == 0 and saved < done:
         return f"{unsaved}; the same command goes on from step {saved}"
     if done < cfg.steps:
