@@ -368,7 +368,8 @@ def save(file, content, keep, best):
             os.replace(link, file.with_name("best.pt"))
         os.replace(temporary, file)
     finally:
-        temporary.unlink(missing_ok=True)
+        for path in (temporary, link):
+            path.unlink(missing_ok=True)
     for old in [f for f in checkpoints(file.parent) if f.name.startswith("ckpt_") and f.name <= file.name][keep:]:
         old.unlink()
 
