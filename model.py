@@ -213,7 +213,7 @@ def find(source):
     path = Path(source)
     path = path if path.exists() else ROOT / path  # as `python train.py` says it: out/docs
     if path.is_dir():
-        return checkpoints(path) or sys.exit(f"{source}: holds no ckpt_<step>.pt, ckpt.pt or checkpoint_<step>; train one with: python train.py")
+        return checkpoints(path) or sys.exit(f"{source}: holds no ckpt_<step>.pt, ckpt.pt or checkpoint_<step>; train one: python train.py")
     if path.exists():
         return [path]
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) or path.suffix == ".pt":
@@ -227,7 +227,7 @@ def find(source):
 
 
 def read(file):
-    """What torch.save wrote: data and never code, memory-mapped. Any exception if it is not whole; SystemExit if it is of a newer format."""
+    """What torch.save wrote: data, never code, memory-mapped. Any exception if it is not whole; SystemExit if its format is newer."""
     with zipfile.ZipFile(file) as z:  # torch.load itself compares no checksums
         if sum(entry.file_size for entry in z.infolist()) > Path(file).stat().st_size:
             raise ValueError("it unpacks to more than its size")

@@ -183,6 +183,9 @@ def sampling_arguments(parser):
 
 def sampling_settings(parser, args, settings):
     """Those settings as arguments of `sample`; ends the program with one line if a number is out of range."""
+    for name, value in vars(args).items():
+        if value == []:  # argparse takes --n=-- so
+            parser.error(f"--{name}: has no value")
     for name, (low, high) in RANGES.items():
         value = getattr(args, name, None)
         if value is not None and not low <= value <= high:

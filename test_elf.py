@@ -8,9 +8,13 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -387,7 +391,7 @@ def test_training_learns_logs_and_saves(run):
     vals = [r for r in log if "val_ce" in r]
     assert [r["step"] for r in vals] == [20, 40] and vals[1]["val_ce"] < vals[0]["val_ce"] and len(vals[1]["samples"]) == 4
     model, settings = load(run)
-    content = torch.load(run / "ckpt.pt", weights_only=True)
+    content = newest(run)
     assert settings["length"] == 40 and torch.equal(model.in_proj.weight, content["ema"]["in_proj.weight"])
     assert not torch.equal(content["ema"]["in_proj.weight"], content["model"]["in_proj.weight"])
     assert list(run.glob("*.tmp")) == []
@@ -396,24 +400,20 @@ def test_training_learns_logs_and_saves(run):
 def test_interrupted_run_ends_as_an_uninterrupted_one(run, docs, tmp_path):
     train.main(small(docs[0], tmp_path / "run", "--steps=20"))
     train.main(small(docs[0], tmp_path / "run", "--steps=40"))
-    a, b = (torch.load(r / "ckpt.pt", weights_only=True) for r in (run, tmp_path / "run"))
-    assert all(torch.equal(a[part][k], b[part][k]) for part in ("model", "ema") for k in a[part])
-    before = (run / "ckpt.pt").read_bytes()
+    assert same(newest(run), newest(tmp_path / "run"))
+    before = {f: f.read_bytes() for f in run.iterdir()}
     with pytest.raises(SystemExit, match="other settings.*lr"):
         train.main(small(docs[0], run, "--steps=50", "--lr=0.1"))
-    (tmp_path / "run" / "ckpt.pt").write_bytes(before[:1000])
-    with pytest.raises(SystemExit, match="damaged"):
-        train.main(small(docs[0], tmp_path / "run", "--steps=50"))
     with pytest.raises(SystemExit) as finished:
         train.main(small(docs[0], run, "--steps=40"))
-    assert not finished.value.code and (run / "ckpt.pt").read_bytes() == before
+    assert not finished.value.code and before == {f: f.read_bytes() for f in run.iterdir()}
 
 
 def test_a_run_that_blows_up_keeps_its_checkpoint(docs, tmp_path):
     argv = small(docs[0], tmp_path / "run", "--warmup=0", "--save_interval=1", "--log_interval=100", "--lr=1e8", "--steps=20")
-    with pytest.raises(SystemExit, match="were not saved: try a smaller --lr"):
+    with pytest.raises(SystemExit, match="not finite at step .*try a smaller --lr"):
         train.main(argv)
-    content = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)
+    content = newest(tmp_path / "run")
     assert content["step"] >= 1 and all(p.isfinite().all() for p in content["model"].values())
 
 
@@ -422,7 +422,7 @@ def test_ema_warms_up(docs, tmp_path, run):
     ema, decay = None, lambda n: min(0.9999, (1 + n) / (10 + n))
     for steps in (1, 2, 3):
         train.main(small(docs[0], tmp_path / "run", f"--steps={steps}"))
-        content = torch.load(tmp_path / "run" / "ckpt.pt", weights_only=True)
+        content = newest(tmp_path / "run")
         if steps == 1:
             torch.manual_seed(0)
             ema = ELF(ELFConfig(**content["elf_config"])).state_dict()
@@ -474,6 +474,305 @@ def test_torchrun(docs, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert records(tmp_path / "run")[-1]["step"] == 4 and load(tmp_path / "run")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# surviving: kills, signals, damage
+
+def newest(run):
+    return torch.load(max(run.glob("ckpt_*.pt")), weights_only=True)
+
+
+def same(a, b):
+    """Whether two checkpoints agree to the bit: weights, EMA and both optimisers."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k not in ("settings", "machine"))
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
+
+
+# Starts train.main(argv) again and again in a child that kills itself at a random one of its steps and file operations.
+KILLED = """
+import io, os, random, signal, sys
+import torch, train
+from transformers import AutoTokenizer, T5EncoderModel  # now, once, as what an optimiser imports
+torch.optim.Adam([torch.zeros(1, requires_grad=True)])
+rng, save, kills = random.Random(0), torch.save, 0
+
+def child(left):
+    def event(f):
+        def counted(*args, **kw):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return f(*args, **kw)
+        return counted
+    def save_in_halves(content, f):
+        whole = io.BytesIO()
+        save(content, whole)
+        data = whole.getvalue()
+        f.write(data[:len(data) // 2])
+        f.flush()
+        event(f.write)(data[len(data) // 2:])
+    torch.save, train.batch_rows = save_in_halves, event(train.batch_rows)
+    for name in ("fsync", "replace", "link", "unlink"):
+        setattr(os, name, event(getattr(os, name)))
+    train.main(sys.argv[1:])
+
+while True:
+    if (pid := os.fork()) == 0:
+        child(rng.randint(1, 26) if kills < 20 else -1)
+        sys.stdout.flush()
+        os._exit(0)
+    if (status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) == 0:
+        break
+    assert status == -signal.SIGKILL, status
+    kills += 1
+print("kills:", kills)
+"""
+
+
+def program(*command, **kw):
+    return subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"}, **kw)
+
+
+def test_killed_twenty_times(docs, tmp_path):
+    often = ["--steps=80", "--save_interval=2", "--val_interval=5", "--val_rows=10", "--log_interval=1", "--sample_interval=80"]
+    process = program("-c", KILLED, *small(docs[0], tmp_path / "killed", *often))
+    train.main(small(docs[0], tmp_path / "whole", *often))
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0 and "kills: 20" in out, out
+    killed, whole = (tmp_path / name for name in ("killed", "whole"))
+    assert same(newest(killed), newest(whole)) and same(*(torch.load(r / "best.pt", weights_only=True) for r in (killed, whole)))
+    assert sorted(f.name for f in killed.iterdir()) == sorted(f.name for f in whole.iterdir()) == [
+        ".lock", "best.pt", "ckpt_00000078.pt", "ckpt_00000080.pt", "log.jsonl"]
+    a, b = ([{k: v for k, v in r.items() if k != "tokens_per_s"} for r in records(r)] for r in (killed, whole))
+    assert a == b and [r["step"] for r in a] == list(range(1, 81))
+
+
+def at_step(monkeypatch, step, action):
+    """Calls `action` when the step of this index begins."""
+    rows = train.batch_rows
+    monkeypatch.setattr(train, "batch_rows", lambda n, s, *more: (action() if s == step else None, rows(n, s, *more))[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals(number, run, docs, tmp_path, monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        at_step(patch, 7, lambda: os.kill(os.getpid(), number))
+        train.main(small(docs[0], tmp_path / "run", "--steps=40"))
+    assert "stopped after step 8, which is saved; the same command goes on" in capsys.readouterr().out
+    assert newest(tmp_path / "run")["step"] == 8
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # nothing to finish yet
+        at_step(patch, 8, lambda: os.kill(os.getpid(), number))
+        train.main(small(docs[0], tmp_path / "run", "--steps=40"))
+    train.main(small(docs[0], tmp_path / "run", "--steps=40"))
+    assert same(newest(tmp_path / "run"), newest(run))
+
+
+def test_second_interrupt_quits_at_once(docs, tmp_path):
+    twice = ("import os, signal, sys, time, train\nrows = train.batch_rows\ndef interrupted(n, step, *more):\n    if step == 3:\n"
+             "        [(os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)) for _ in range(2)]\n    return rows(n, step, *more)\n"
+             "train.batch_rows = interrupted\ntrain.main(sys.argv[1:])")
+    process = program("-c", twice, *small(docs[0], tmp_path / "run", "--steps=40"))
+    process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGINT and not list((tmp_path / "run").glob("*.pt"))
+
+
+def test_timed_saves(docs, tmp_path):
+    train.main(small(docs[0], tmp_path / "run", "--steps=7", "--save_interval=100", "--save_minutes=1e-9", "--keep=3"))
+    assert sorted(f.name for f in (tmp_path / "run").glob("ckpt*")) == [f"ckpt_0000000{n}.pt" for n in (5, 6, 7)]
+
+
+def torchrun(docs, run, *more, script=ROOT / "train.py"):
+    return program("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script,
+                   *small(docs[0], run, "--batch_size=20", "--accum=2", "--val_interval=100000", "--sample_interval=100000", *more))
+
+
+def test_two_processes_stop_together_and_go_on(docs, tmp_path, capsys):
+    process = torchrun(docs, tmp_path / "run", "--steps=1000000")
+    for _ in range(1000):
+        if (tmp_path / "run" / "log.jsonl").exists() or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    start = time.monotonic()
+    out, _ = process.communicate(timeout=100)
+    step = newest(tmp_path / "run")["step"]
+    assert time.monotonic() - start < 20 and f"stopped after step {step}, which is saved" in out
+    assert "Traceback" not in out.split("stopped")[0]  # torchrun's own comes after it
+    both = [torchrun(docs, tmp_path / name, f"--steps={step + 4}") for name in ("run", "whole")]
+    outs = [process.communicate(timeout=200)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0] and f"from step {step} on" in outs[0], outs
+    assert same(newest(tmp_path / "run"), newest(tmp_path / "whole"))
+    train.main(small(docs[0], tmp_path / "run", f"--steps={step + 5}", "--batch_size=20", "--accum=4"))  # and on one process
+    assert "'processes': 2" in (said := capsys.readouterr().out) and "other noise from here on" in said
+    assert newest(tmp_path / "run")["step"] == step + 5
+
+
+def test_one_processes_signal_stops_both(docs, tmp_path):
+    (tmp_path / "one.py").write_text(
+        f"import os, signal, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nrows = train.batch_rows\n"
+        "def signalled(n, step, *more):\n    if step == 5 and os.environ['RANK'] == '1':\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return rows(n, step, *more)\ntrain.batch_rows = signalled\ntrain.main()")
+    process = torchrun(docs, tmp_path / "run", "--steps=1000000", script=tmp_path / "one.py")
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0 and "stopped after step 6, which is saved" in out and newest(tmp_path / "run")["step"] == 6, out
+
+
+def test_not_finite_stops_all_processes(docs, tmp_path):
+    process = torchrun(docs, tmp_path / "run", "--steps=1000000", "--lr=1e8", "--warmup=0")
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode and "not finite at step" in out
+
+
+def test_not_finite_names_the_step(docs, tmp_path, monkeypatch):
+    losses, calls = train.losses, iter(range(1, 100))
+    monkeypatch.setattr(train, "losses", lambda *a, **kw: [y * factor for factor in [math.nan if next(calls) == 13 else 1]
+                                                           for y in losses(*a, **kw)])
+    with pytest.raises(SystemExit, match="not finite at step 13; .*try a smaller --lr"):
+        train.main(small(docs[0], tmp_path / "run", "--steps=40"))
+    assert newest(tmp_path / "run")["step"] == 10
+
+
+def flip(file, at):
+    data = bytearray(file.read_bytes())
+    data[int(at * len(data))] ^= 16
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda f: f.write_bytes(f.read_bytes()[:-1000]), lambda f: f.write_bytes(f.read_bytes()[:1000]), lambda f: f.write_bytes(b""),
+    lambda f: f.write_bytes(b"hello" * 1000), lambda f: torch.save(golden_weights(), f), lambda f: torch.save(dict(step=Malicious()), f),
+    *(lambda f, at=at: flip(f, at) for at in (0.1, 0.3, 0.5, 0.7, 0.9))])
+def test_damaged_checkpoints_fall_back(damage, run, docs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run, tmp_path / "run")
+    damage(tmp_path / "run" / "ckpt_00000040.pt")
+    argv = small(docs[0], tmp_path / "run", "--steps=40")
+    for file in (tmp_path / "run").glob("best.pt"):
+        file.unlink()
+    train.main(argv)
+    said = capsys.readouterr().out
+    assert "ckpt_00000040.pt: damaged" in said and "from step 30 on" in said and same(newest(tmp_path / "run"), newest(run))
+    assert records(tmp_path / "run")[-1]["step"] == 40 and len(records(tmp_path / "run")) == 8
+    (tmp_path / "run" / "best.pt").unlink()  # the same file as the newest
+    for file in (tmp_path / "run").glob("*.pt"):
+        damage(file)
+    with pytest.raises(SystemExit, match="none of its 2 checkpoints can be read"):
+        train.main(argv)
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_sampling_falls_back_too(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    flip(tmp_path / "run" / "ckpt_00000040.pt", 0.5)
+    wanted = torch.load(run / "ckpt_00000030.pt", weights_only=True)["ema"]["in_proj.weight"]
+    assert torch.equal(load(tmp_path / "run")[0].in_proj.weight, wanted) and "trying the one before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda c: c | dict(version=99), "of format 99, and this code knows up to"),
+    (lambda c: c | dict(elf_config=c["elf_config"] | dict(depth=10**9)), "1000000000 blocks"),
+    (lambda c: c | dict(elf_config=c["elf_config"] | dict(dim=10**12)), "not an ELF checkpoint"),
+    (lambda c: c | dict(settings=c["settings"] | dict(length=10**15)), "length = 1000000000000000"),
+    (lambda c: dict(params={"unembed_kernel": torch.zeros(1, 1).expand(10**6, 10**6)}), "larger than the file"),
+    (lambda c: dict(params={"blocks.999999999.norm1.weight": torch.zeros(2)}), "not an ELF checkpoint")])
+def test_crafted_sizes_take_no_memory(change, says, run, tmp_path):
+    torch.save(change(newest(run)), tmp_path / "ckpt_00000050.pt")
+    with pytest.raises(SystemExit, match=says):
+        load(tmp_path)
+
+
+def test_packed_checkpoint_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "ckpt.pt", "w", zipfile.ZIP_DEFLATED) as z:
+        z.writestr("archive/data.pkl", bytes(10**8))
+    with pytest.raises(SystemExit, match="unpacks to more than its size"):
+        load(tmp_path)
+
+
+def test_full_disk(run, docs, tmp_path, monkeypatch, capsys):
+    save, soft = train.save, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+
+    def full(steps):
+        def saving(file, *more):
+            limit = 20_000 if int(file.stem[-8:]) in steps else soft
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            try:
+                save(file, *more)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        monkeypatch.setattr(train, "save", saving)
+        return small(docs[0], tmp_path / "run", "--steps=40")
+
+    with pytest.raises(SystemExit, match="step 40: not saved .*; the same command goes on from step 10"):
+        train.main(full([20, 30, 40]))
+    assert "step 20: not saved" in capsys.readouterr().out and newest(tmp_path / "run")["step"] == 10
+    train.main(full([20]))
+    assert same(newest(tmp_path / "run"), newest(run)) and not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_one_run_a_folder(run, docs):
+    with train.alone(run), pytest.raises(SystemExit, match="another process trains there; wait"):
+        train.main(small(docs[0], run, "--steps=50"))
+
+
+def test_fresh_moves_the_old_run_aside(run, docs, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    for n in (1, 2):
+        train.main(small(docs[0], tmp_path / "run", "--steps=2", "--lr=0.001", "--fresh"))
+        assert f"is now {tmp_path / f'run.old-{n}'}" in capsys.readouterr().out
+    assert same(newest(tmp_path / "run.old-1"), newest(run)) and records(tmp_path / "run.old-1") == records(run)
+    assert newest(tmp_path / "run")["step"] == 2 and len(records(tmp_path / "run")) == 1
+
+
+def test_fuzz(run, docs, scorer, tmp_path, monkeypatch, capsys):
+    """Whatever the arguments are: an end, or SystemExit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "a.txt").write_text("\n\n".join(docs[1][:40]))
+    (tmp_path / "a.jsonl").write_text('{"input": "a", "output": "b"}\n')
+    (tmp_path / "c.py").write_text("steps = 3\n")
+    rng = np.random.default_rng(0)
+    words = ["", "0", "1", "2", "-1", "3", "7", "0.5", "1e9", "1e400", "nan", "inf", "-inf", "true", "false", "None", "x", "é", "\0", "..",
+             "/", "a.txt", "a.jsonl", "c.py", str(run), str(docs[0]), f"{docs[0]}/t5", "9" * 30, "9" * 5000, "[1]", "--", "=", "a b", "cpu",
+             "uniform", "1_0", "0x10", "-0", " 1"]
+    cheap = ["--device=cpu", "--compile=false", "--steps=2"]
+    names = dict(
+        train=[f.name for f in train.fields(train.Config) if f.name != "out"],
+        sample="steps gamma w cfg schedule n seed length cond out force trace device".split(),
+        eval="steps gamma w cfg schedule n seeds real ar scorer results device".split(), text="val_share val_share val_share encoder".split())
+    start, ended = time.monotonic(), dict.fromkeys(names, 0)
+    for attempt in range(500):
+        if time.monotonic() - start > 40:
+            break
+        script = list(names)[attempt % 4]
+        options = []
+        for name in rng.choice(names[script], rng.integers(1, 4)):
+            word = str(rng.choice(words if rng.random() < 0.4 else ["1", "2", "0.5", "3", "true", "0"]))
+            options += [[f"--{name}={word}"], [f"--{name}", word], [f"--{name}"], [word]][rng.choice(4, p=[0.6, 0.2, 0.1, 0.1])]
+        try:
+            if script == "train":
+                train.main(small(docs[0], tmp_path / f"run{attempt}", *cheap, *options))
+            elif script == "sample":
+                sample_main(["--ckpt", str(run), "--n=1", "--steps=2", *options])
+            elif script == "eval":
+                evaluate.main(["--ckpt", str(run), "--n=2", "--steps=2", "--results=r.jsonl", *options])
+            else:
+                importlib.import_module("data.text.prepare").main(["a.txt", f"--encoder={docs[0]}/t5", "--workers=1", "--val_share=0.4",
+                                                                   f"--out={tmp_path}/data{attempt}", *options])
+            ended[script] += 1
+        except SystemExit:
+            pass
+        except BaseException as e:
+            raise AssertionError(f"{script} {options}") from e
+    capsys.readouterr()
+    assert min(ended.values()) >= 2, (attempt, ended)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -595,7 +894,7 @@ def test_bad_checkpoints_are_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "pwned").exists()
     with pytest.raises(SystemExit, match="no such file"):
         load(tmp_path / "nothing.pt")
-    with pytest.raises(SystemExit, match="holds no ckpt.pt"):
+    with pytest.raises(SystemExit, match="holds no ckpt_<step>.pt, ckpt.pt"):
         (tmp_path / "folder").mkdir()
         load(tmp_path / "folder")
 

@@ -10,7 +10,6 @@ where a run stopped, however that was, and ends with the same weights; --fresh m
 """
 import copy
 import difflib
-import errno
 import itertools
 import json
 import os
@@ -356,7 +355,7 @@ def save(file, content, keep, best):
     temporary, link = file.with_name("ckpt.tmp"), file.with_name("best.tmp")
     try:
         for path in (temporary, link):
-            path.unlink(missing_ok=True)  # never written over: after a kill, it may be best.pt by another name
+            path.unlink(missing_ok=True)  # never written over: after a kill, it may be best.pt under another name
         with open(temporary, "wb") as f:
             torch.save(content, f)
             f.flush()
@@ -369,7 +368,8 @@ def save(file, content, keep, best):
             os.replace(link, file.with_name("best.pt"))
         os.replace(temporary, file)
     finally:
-        temporary.unlink(missing_ok=True)
+        for path in (temporary, link):
+            path.unlink(missing_ok=True)
     for old in [f for f in checkpoints(file.parent) if f.name.startswith("ckpt_") and f.name <= file.name][keep:]:
         old.unlink()
 
@@ -398,7 +398,7 @@ def restore(run, settings, machine, model, ema, opts, say):
                 for opt, state in zip(opts, copy.deepcopy(old["optimizers"]), strict=True):  # a copy, for `old` is the file itself
                     opt.load_state_dict(state)
         except Exception as e:  # a damaged or foreign file fails in as many ways as there are formats
-            say(f"{file}: damaged, or no checkpoint of train.py ({type(e).__name__}); trying the one before")
+            say(f"{file}: damaged, or not of train.py ({type(e).__name__}: {' '.join(str(e).split())[:60]}); trying the one before")
             continue
         if changed:
             sys.exit(f"{run}: holds a run with other settings ({', '.join(changed)}); give this one another --name, or move that one "
@@ -427,7 +427,7 @@ def note(log, entry):
         end = f.tell()
         if f.write(line) < len(line):
             f.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(f"{log}: the disk is full")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -491,7 +491,7 @@ def train(cfg, device, world, rank, stack):
 
     def agree(value):
         """The greatest of all processes' values, on the CPU: no wait for the GPU."""
-        flag = torch.tensor(value)
+        flag = torch.tensor(int(value))
         if world > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return int(flag)
@@ -634,7 +634,7 @@ def train(cfg, device, world, rank, stack):
                 save(run / f"ckpt_{done:08}.pt", content, cfg.keep, better)
                 saved, best = done, content["best"]
         except (OSError, RuntimeError) as e:  # RuntimeError is torch.save's way to say that the disk is full
-            unsaved = f"step {done}: not saved ({(str(e).splitlines() or [''])[0][:100]}); what was saved before is kept: free some disk space"
+            unsaved = f"step {done}: not saved ({' '.join(str(e).split())[:100]}); what was saved before is kept: free some disk space"
             bar.write(f"{unsaved}; the next save tries again")
         if saving:
             saved_at = time.monotonic()
@@ -657,5 +657,5 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        print("stopped before its first step was done; the same command starts again", flush=True)
+        print("stopped before a step was done; the same command starts again", flush=True)
         os._exit(0)  # whatever it was at: threads of torch.compile, a download, ...
