@@ -1550,3 +1550,24 @@ def test_nothing_compiles_twice():
     step(1), step(2)
     assert 0 < before <= 4 and counters["stats"]["unique_graphs"] == before
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("bf16, tolerance", [(False, 1e-5), (True, 1e-3)])
+def test_compiled_is_plain(bf16, tolerance):
+    if not train.compiler_works(torch.device("cpu")):
+        pytest.skip("torch.compile needs a C++ compiler")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, cfg = ELF(ELFConfig(**TINY | dict(depth=1))), train.Config()
+    x, ids = torch.randn(10, L, E, generator=seeded(1)), torch.randint(V, (10, L), generator=seeded(2))
+
+    @torch.no_grad()
+    def losses():
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            mse, ce = train.losses(model, x, ids, NONE[:1].expand(10, L, 1), 2, 0, **draws(10, 2, cfg, 3), noise_scale=2.0, decode_noise=5.0)
+        return mse.mean() + ce.mean()
+    plain = losses()
+    model.blocks[0].compile(dynamic=False)
+    compiled = losses()
+    assert abs(compiled / plain - 1) < tolerance
+    torch._dynamo.reset()

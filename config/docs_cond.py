@@ -13,7 +13,7 @@ bottleneck = 64
 noise_scale = 1.0
 decode_noise = 1.0   # as the paper's conditional tasks
 
-steps = 1200
+steps = 800
 batch_size = 64
 lr = 0.008
 warmup = 60
@@ -23,6 +23,6 @@ sample_gamma = 0.0
 sample_w = 1.0
 sample_cfg = 2.0
 
-val_interval = 300
+val_interval = 200
 sample_interval = 400
-save_interval = 300
+save_interval = 200

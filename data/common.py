@@ -29,10 +29,17 @@ SPECIAL = ["<pad>", "</s>", "<unk>", "<extra_id_0>"]
 
 
 def train_tokenizer(texts, vocab_size):
-    """A BPE tokenizer learned from texts, with T5's special tokens. (A unigram one, T5's kind, differs a little from run to run.)"""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    """
+    A T5-style unigram tokenizer learned from texts. The trainer adds numbers up in no fixed order, so its scores are rounded and its
+    pieces sorted: the same texts give the same tokens.
+    """
+    tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=SPECIAL, show_progress=False))
+    tokenizer.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=vocab_size, special_tokens=SPECIAL,
+                                                                 unk_token="<unk>", show_progress=False))
+    pieces = json.loads(tokenizer.to_str())["model"]["vocab"][len(SPECIAL):]
+    pieces = sorted(((piece, round(score, 6)) for piece, score in pieces), key=lambda entry: (-entry[1], entry[0]))
+    tokenizer.model = models.Unigram([(piece, 0.0) for piece in SPECIAL] + pieces, unk_id=UNK)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
                                    additional_special_tokens=["<extra_id_0>"])
 
