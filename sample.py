@@ -4,6 +4,7 @@ Text from a trained ELF: noise, Euler steps towards the clean embeddings, one de
     python sample.py                                  # the newest run under out/
     python sample.py --steps 64 --gamma 1 --w 3 --n 8
     python sample.py --ckpt embedded-language-flows/ELF-B-owt-torch --steps 32
+    python sample.py --ckpt out/docs_cond --cond "def load_image(path)"    # or a .txt, or a .jsonl
 """
 import argparse
 import json

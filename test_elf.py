@@ -1571,3 +1571,21 @@ def test_compiled_is_plain(bf16, tolerance):
     compiled = losses()
     assert abs(compiled / plain - 1) < tolerance
     torch._dynamo.reset()
+
+
+def test_own_text_from_file_to_samples(docs, tmp_path, capsys):
+    """The README's three lines: any text, prepared, trained on, and sampled from."""
+    from data.text import prepare as prepare_text
+    (tmp_path / "mine.txt").write_text("\n\n".join(docs[1]))
+    prepare_text.main([str(tmp_path / "mine.txt"), "--encoder", str(docs[0] / "t5"), "--out", str(tmp_path / "data"), "--val_share", "0.1", "--workers", "1"])
+    argv = [a for a in small(tmp_path / "data", tmp_path / "run", "--steps=3", "--length=24") if not a.startswith("--encoder")]
+    train.main([*argv, f"--encoder={docs[0]}/t5"])
+    capsys.readouterr()
+    sample_main(["--ckpt", str(tmp_path / "run"), "--n", "2", "--steps", "2"])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_tokenizer_training_repeats():
+    texts = prose_module(200)[1]
+    a, b = (data.common.train_tokenizer(texts, 80).backend_tokenizer.to_str() for _ in range(2))
+    assert a == b
