@@ -642,7 +642,8 @@ def test_not_finite_names_the_step(docs, tmp_path, monkeypatch):
 
 def flip(file, at):
     data = bytearray(file.read_bytes())
-    data[int(at * len(data))] ^= 16
+    for i in range(0, 400, 20):  # a single bit might lie in the padding between two tensors, where it does no harm
+        data[int(at * (len(data) - 400)) + i] ^= 16
     file.write_bytes(data)
 
 
