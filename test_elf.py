@@ -807,7 +807,7 @@ def test_sample_program(run, tmp_path, capsys):
     (["--lr=nan"], "lr = nan: must be greater than 0"),
     (["steps"], "steps: no such config file"),
     (["--steps=5", "stray"], "stray: expected --key=value"),
-    (["no/such.py"], "no/such.py: no such config file; there are: config/docs.py"),
+    (["no/such.py"], "no/such.py: no such config file; there are: config/de_en.py, config/docs.py"),
     (["--batch_size=7", "--accum=2"], "batch_size = 7: not a multiple"),
     (["--batch_size=2"], "too few for decode_share = 0.2"),
     (["--device=abacus"], "device = abacus: not usable here"),
@@ -1404,19 +1404,19 @@ def pairs_run(tmp_path_factory):
                    for v in verbs for n in nouns)
     (folder / "package.py").write_text(body + 'class Row(list):\n    """Sort the old row."""\n\nclass Odd:\n    """no sentence"""\n')
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in dict(HERE=folder, LENGTH=40, COND_LENGTH=20, VOCAB_SIZE=120, MIN_PAIRS=10, VAL_SHARE=0.2,
+        for name, value in dict(HERE=folder, LENGTH=80, COND_LENGTH=50, VOCAB_SIZE=120, MIN_PAIRS=10, VAL_SHARE=0.2,
                                 source_files=lambda: sorted(folder.glob("*.py")), ENCODER=dict(width=16, layers=1, heads=2, steps=30)).items():
             patch.setattr(prepare_cond, name, value)
         prepare_cond.main([])
     run = folder.parent / "run"
-    train.main(small(folder, run, "--cond_length=20", "--steps=80", "--sample_steps=4", "--sample_cfg=2.0", "--cond_drop=0.3"))
+    train.main(small(folder, run, "--length=80", "--cond_length=50", "--steps=80", "--sample_steps=4", "--sample_cfg=2.0", "--cond_drop=0.3"))
     return folder, run
 
 
 def test_pairs_of_signatures_and_sentences(pairs_run):
     folder, run = pairs_run
     meta, tokenizer = json.loads((folder / "meta.json").read_text()), load_tokenizer(folder / "t5")
-    sides = train.open_data(folder, 40, 20, str(folder / "t5"))[:2]
+    sides = train.open_data(folder, 80, 50, str(folder / "t5"))[:2]
     assert sum(map(len, sides)) >= 96 and meta["counts"]["val"]["rows"] == len(sides[1]) > 5
     texts = {}
     for rows in sides:
@@ -1446,7 +1446,7 @@ def test_sampling_from_conditions(pairs_run, tmp_path, capsys):
     sample_main([*common, "--cond", str(tmp_path / "c.txt"), "--steps", "2", "--cfg", "1"])
     assert len(capsys.readouterr().out.splitlines()) == 2
     for argv, says in ((common, "--cond: .* writes from a condition"), ([*common, "--cond", str(tmp_path / "no.txt")], "cannot be read"),
-                       ([*common, "--cond", str(tmp_path / "c.jsonl"), "--length", "20"], "--length 20: leaves no room")):
+                       ([*common, "--cond", str(tmp_path / "c.jsonl"), "--length", "50"], "--length 50: leaves no room")):
         with pytest.raises(SystemExit, match=says):
             sample_main(argv)
 
