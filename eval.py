@@ -191,14 +191,15 @@ def main(argv=None):
     if (args.real or cond_length) and (real is None or (args.real or 0) > len(real)):
         sys.exit(f"--real {args.real}: {data or source} has {len(real or [])} validation rows here")
 
+    encoder = load_encoder(settings["encoder"], device) if cond_length else None
+
     def sampled(seed):
         """Texts, with figures of their making: the time, and BLEU and ROUGE where rows have conditions."""
         more, references, n_cond = {}, None, [0] * args.n
         if cond_length:
             ids, n_cond = real.batch(np.random.default_rng(seed).permutation(len(real))[:args.n])
             references = [to_text(tokenizer, row, n) for row, n in zip(ids, n_cond)]
-            _, more["condition"] = conditions(load_encoder(settings["encoder"], device), [row[:n] for row, n in zip(ids, n_cond)],
-                                              settings, device)
+            _, more["condition"] = conditions(encoder, [row[:n] for row, n in zip(ids, n_cond)], settings, device)
         start = time.time()
         tokens = sample(model, len(n_cond), L, **how, seed=seed, noise_scale=settings["noise_scale"], progress=True, **more)
         seconds, texts = time.time() - start, [to_text(tokenizer, row, n, L - cond_length) for row, n in zip(tokens, n_cond)]

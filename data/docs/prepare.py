@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from data.common import EOS, to_rows, train_encoder, train_scorer, train_tokenizer, write_dataset  # noqa: E402
+from data.common import EOS, side_of, to_rows, train_encoder, train_scorer, train_tokenizer, write_dataset  # noqa: E402
 from model import load_tokenizer  # noqa: E402
 
 PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "tqdm", "tiktoken"]
@@ -93,17 +93,21 @@ def prose(block):
     return text
 
 
+def collect(read, files):
+    """What `read` finds in all the files, in their order, each thing once."""
+    with Pool(os.cpu_count()) as pool:
+        found = tqdm(pool.imap(read, files, chunksize=32), total=len(files), desc="reading docstrings")
+        return list(dict.fromkeys(thing for in_file in found for thing in in_file))
+
+
 def corpus(files):
     """All distinct paragraphs, (train, val, fingerprint); a paragraph's side depends on its own text alone."""
-    with Pool(os.cpu_count()) as pool:
-        found = pool.imap(paragraphs, files, chunksize=32)
-        texts = list(dict.fromkeys(p for ps in tqdm(found, total=len(files), desc="reading docstrings") for p in ps))
-    sides, digest = ([], []), hashlib.sha256()
-    for text in texts:
-        h = hashlib.sha256(text.lower().encode()).digest()
-        digest.update(h)
-        sides[int.from_bytes(h[:4], "big") < VAL_SHARE * 2**32].append(text)
-    return *sides, digest.hexdigest()[:12]
+    sides, digest = dict(train=[], val=[]), hashlib.sha256()
+    for text in collect(paragraphs, files):
+        key = text.lower().encode()
+        digest.update(hashlib.sha256(key).digest())
+        sides[side_of(key, VAL_SHARE)].append(text)
+    return *sides.values(), digest.hexdigest()[:12]
 
 
 def make_scorer():

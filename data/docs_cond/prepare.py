@@ -8,19 +8,16 @@ both sides' text. A pair is held out for validation by the hash of the function'
 """
 import ast
 import hashlib
-import os
 import re
 import sys
-from multiprocessing import Pool
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 from data.common import EOS, Files, side_of, train_encoder, train_tokenizer  # noqa: E402
-from data.docs.prepare import parsed, prose, source_files  # noqa: E402
+from data.docs.prepare import collect, parsed, prose, source_files  # noqa: E402
 
 LENGTH, COND_LENGTH = 48, 24  # longer pairs are dropped, not cut
 VOCAB_SIZE = 4096
@@ -54,10 +51,7 @@ def pairs(file):
 def main(argv=None):
     if argv := sys.argv[1:] if argv is None else argv:
         sys.exit(f"{' '.join(argv)}: prepare.py takes no argument")
-    files = list(source_files())
-    with Pool(os.cpu_count()) as pool:
-        found = tqdm(pool.imap(pairs, files, chunksize=32), total=len(files), desc="reading docstrings")
-        found = list(dict.fromkeys(pair for in_file in found for pair in in_file))
+    found = collect(pairs, list(source_files()))
     if len(found) < MIN_PAIRS:
         sys.exit(f"{len(found)} pairs found: too few to learn from; install the packages of requirements.txt")
     digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
