@@ -105,9 +105,11 @@ def train_scorer(rows, vocab_size, steps, width=256, layers=4, heads=4, batch_si
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda s: min(1, (s + 1) / 100, (steps - s) / (0.6 * steps)))
     batches = []
     for step in (bar := tqdm(range(steps), desc="training the scorer", dynamic_ncols=True)):
-        if not batches:  # rows of like length together: half of the work of mixed ones
-            order = torch.randperm(len(rows), generator=rng)
-            batches = [b for group in order.split(16 * batch_size) for b in group[lengths[group].argsort()].split(batch_size)]
+        if not batches:  # rows of like length together: half of the work; as many tokens in each, lest short rows weigh more
+            for group in torch.randperm(len(rows), generator=rng).split(16 * batch_size):
+                group = group[lengths[group].argsort()]
+                tokens, count = lengths[group].cumsum(0), -(-len(group) // batch_size)
+                batches += group.split(((tokens - 1) * count // tokens[-1]).bincount().tolist())
             batches = [batches[i] for i in torch.randperm(len(batches), generator=rng)]
         where = batches.pop()
         ids = rows[where, step % 2:lengths[where].max()]
