@@ -468,6 +468,67 @@ def test_two_processes_equal_one(golden_file, tmp_path):
         assert torch.equal(ga, gb) and torch.allclose(g1, ga, rtol=1e-5, atol=1e-5 * g1.abs().max().item())
 
 
+def exact_muon(p, grads, lr, momentum=0.95):
+    """Where Muon takes p after these gradients, written out in float64."""
+    p, m = p.double(), torch.zeros_like(p).double()
+    for g in grads:
+        m = momentum * m + (1 - momentum) * g.double()
+        X = momentum * m + (1 - momentum) * g.double()
+        X = X / X.norm()
+        for _ in range(5):
+            A = X @ X.mT
+            X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+        p = p - lr * max(1, p.shape[0] / p.shape[1]) ** 0.5 * X
+    return p
+
+
+MATRICES = [(24, 8), (8, 8), (8, 24), (24, 8), (50, 4), (8, 24), (24, 8)]
+
+
+def muon_run(steps=3):
+    """Muon on MATRICES with set gradients: where they were, the gradients, where they are."""
+    start = [torch.randn(s, generator=seeded(1, i)) for i, s in enumerate(MATRICES)]
+    grads = [[torch.randn(s, generator=seeded(2, i, k)) for k in range(steps)] for i, s in enumerate(MATRICES)]
+    params = [torch.nn.Parameter(p.clone()) for p in start]
+    muon = train.Muon(params, lr=0.1)
+    for k in range(steps):
+        for p, g in zip(params, grads):
+            p.grad = g[k].clone()
+        muon.step()
+    return start, grads, [p.detach() for p in params], muon
+
+
+def test_muon_is_newton_schulz_and_torchs():
+    start, grads, ours, muon = muon_run()
+    params = [torch.nn.Parameter(p.clone()) for p in start]
+    theirs = torch.optim.Muon(params, lr=0.1, momentum=0.95, weight_decay=0.0)
+    for k in range(3):
+        for p, g in zip(params, grads):
+            p.grad = g[k].clone()
+        theirs.step()
+    for p, g, a, b in zip(start, grads, ours, params):
+        moved = (exact_muon(p, g, 0.1) - p).norm()
+        assert (a - exact_muon(p, g, 0.1)).norm() < 0.05 * moved  # bfloat16
+        assert (a - b).norm() < 0.05 * moved
+    theirs.load_state_dict(theirs.state_dict() | dict(state=muon.state_dict()["state"]))  # the same state, by the same names
+
+
+def muon_worker(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    _, _, params, muon = muon_run()
+    assert sorted(muon.shares[0] + muon.shares[1]) == list(range(len(MATRICES))) and all(muon.shares)
+    torch.save(params, f"{folder}/{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_muon_shared_by_two_processes_equals_one(tmp_path):
+    torch.multiprocessing.spawn(muon_worker, (tmp_path,), nprocs=2)
+    start, _, one, _ = muon_run()
+    a, b = (torch.load(tmp_path / f, weights_only=True) for f in "01")
+    for p, pa, pb, before in zip(one, a, b, start):
+        assert torch.equal(pa, pb) and (p - pa).norm() < 0.01 * (p - before).norm()
+
+
 def test_torchrun(docs, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"),
                *small(docs[0], tmp_path / "run", "--steps=4", "--batch_size=20", "--accum=2", "--val_interval=4")]
@@ -1521,6 +1582,14 @@ def test_matrix_work_is_what_torch_counts(golden):
     newton_schulz = train.matrix_work(golden, encoder, 0, L, 0, 0, 1)
     assert abs((train.matrix_work(golden, encoder, 10, L, 2, 4, 1) - newton_schulz) / counter.get_total_flops() - 1) < 0.1
     golden.zero_grad()
+
+
+def test_newton_schulz_work_is_what_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+    for shape in MATRICES:
+        with FlopCounterMode(display=False) as counter:
+            train.orthogonal(torch.randn(1, *shape))
+        assert counter.get_total_flops() == train.newton_schulz_work(torch.empty(shape))
 
 
 def test_recomputing_changes_no_gradient(golden):

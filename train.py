@@ -102,68 +102,6 @@ class Config:
     bench: int = 0                 # only so many steps, on random tokens with a random encoder; nothing is read or saved
 
 
-FREE = {"name", "out", "prepare", "init_from", "steps", "sample_steps", "sample_gamma", "sample_w", "sample_cfg", "log_interval",
-        "val_interval", "val_rows", "sample_interval", "sample_rows", "save_interval", "save_minutes", "keep", "fresh", "device", "bf16",
-        "compile", "recompute", "bench"}  # settings that a resumed run may change
-
-
-def configure(argv):
-    """Config from `[FILE.py] [--key=value | --key value]...`; SystemExit with one line on anything else."""
-    argv = [f"{arg}=true" if arg in ("--fresh", "--recompute") else arg for arg in argv]
-    if {"-h", "--help"} & set(argv):
-        print(__doc__, "Settings, with their defaults:", *(f"  --{f.name}={f.default}" for f in fields(Config)), sep="\n")
-        sys.exit()
-    file = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else ROOT / "config" / "docs.py"
-    file = file if file.is_file() else ROOT / file
-    if not file.is_file():
-        sys.exit(f"{file}: no such config file; there are: {', '.join(sorted(f'config/{f.name}' for f in ROOT.glob('config/*.py')))}")
-    try:
-        given = {k: v for k, v in runpy.run_path(str(file)).items() if not k.startswith("_")}
-    except Exception as e:
-        sys.exit(f"{file}: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
-    types = {f.name: f.type for f in fields(Config)}
-    for arg in (args := iter(argv)):
-        key, eq, text = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--"):
-            sys.exit(f"{arg}: expected --key=value")
-        key = key.replace("-", "_")
-        if not eq and (text := next(args, None)) is None:
-            sys.exit(f"--{key}: has no value; write --{key}=value")
-        given[key] = parse(key, text, types.get(key))
-    for key, value in given.items():
-        if key not in types:
-            near = difflib.get_close_matches(key, types, 1)
-            sys.exit(f"{key}: no such setting" + (f"; did you mean {near[0]}?" if near else "; train.py lists them in Config"))
-        if types[key] is float and type(value) is int and abs(value) < 1e12:
-            given[key] = float(value)
-        elif type(value) is not types[key]:
-            sys.exit(f"{key} = {value!r}: must be {types[key].__name__}, not {type(value).__name__}")
-    cfg = Config(**given)
-    for key, value in asdict(cfg).items():
-        if types[key] in (int, float):
-            low = -100 if key in ("t_mean", "decode_mean") else 0
-            zero = key in ("seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cond_length", "cond_drop", "sample_gamma", "sample_cfg", "bench")
-            if not (low < value < 1e9 or value == 0 and zero):
-                sys.exit(f"{key} = {value}: must be {'at least' if zero else 'greater than'} {low}, and below 1e9")
-    if not re.fullmatch(r"\w[\w.-]{0,99}", cfg.name):
-        sys.exit(f"name = {cfg.name!r}: must be a plain folder name of letters, digits, '.', '_' and '-'")
-    if cfg.decode_share + cfg.self_cond_share >= 1:
-        sys.exit(f"decode_share + self_cond_share = {cfg.decode_share + cfg.self_cond_share:g}: must leave room for plain rows, below 1")
-    if cfg.ema >= 1 or cfg.w_max < cfg.w_min:
-        sys.exit(f"ema = {cfg.ema}, w_min = {cfg.w_min}, w_max = {cfg.w_max}: ema must be below 1, w_max at least w_min")
-    return cfg
-
-
-def parse(key, text, kind):
-    """The text of --key as `kind`; a key that does not exist keeps its text, and is refused later."""
-    try:
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        return kind(text.replace("_", "")) if kind in (int, float) else text
-    except (ValueError, KeyError):
-        sys.exit(f"--{key}={text}: must be {kind.__name__}")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the two losses
 
@@ -239,195 +177,82 @@ def objective(mse, ce, n_target, n_sc, cfg):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# training
+# the optimisers
+
+def orthogonal(G):
+    """
+    The matrices G (n, rows, columns), each with its singular values brought near 1: five Newton-Schulz steps in bfloat16.
+
+    A step is X <- Q X with Q = a + b A + c A^2, A = X X^T, and Q X has the A of Q A Q. So three steps, then two, are first multiplied
+    together as the small square matrices they are, and only their product P meets X: a quarter less work than step by step for the
+    matrices of a block. All five at once would lose bfloat16's few digits.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    X = G.bfloat16()
+    X = X.mT if X.shape[1] > X.shape[2] else X
+    X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+
+    def polynomial(A):
+        Q = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        Q.diagonal(dim1=1, dim2=2).add_(a)
+        return Q
+
+    for steps in (3, 2):
+        A = X @ X.mT
+        P = Q = polynomial(A)
+        for _ in range(steps - 1):
+            A = Q @ A @ Q
+            Q = polynomial(A)
+            P = Q @ P
+        X = P @ X
+    return X.mT if G.shape[1] > G.shape[2] else X
+
+
+def newton_schulz_work(p):
+    """Floating-point operations of `orthogonal` on one matrix of p's shape."""
+    m, n = sorted(p.shape)
+    return 8 * m**2 * n + 28 * m**3
+
+
+class Muon(torch.optim.Optimizer):
+    """
+    Nesterov momentum, made orthogonal; matrices of one shape are worked on together. Each process of several works on its share of the
+    matrices, and all receive all updates. A matrix that is taller than wide moves sqrt(rows / columns) further.
+    """
+
+    def __init__(self, params, lr, momentum=0.95):
+        super().__init__(params, dict(lr=lr, momentum=momentum))
+        self.rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.shares = [[] for _ in range(world)]  # the numbers of each process' matrices; the largest are dealt first
+        params, load = self.param_groups[0]["params"], [0] * world
+        for i in sorted(range(len(params)), key=lambda i: (newton_schulz_work(params[i]), params[i].shape), reverse=True):
+            least = load.index(min(load))
+            self.shares[least].append(i)
+            load[least] += newton_schulz_work(params[i])
+
+    @torch.no_grad()
+    def step(self):
+        [group] = self.param_groups
+        params, grads = group["params"], [p.grad for p in group["params"]]
+        momenta = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in params]
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        torch._foreach_lerp_(grads, momenta, group["momentum"])  # Nesterov, in the gradients' own memory
+        updates = torch.zeros(sum(p.numel() for p in params), dtype=torch.bfloat16, device=params[0].device)
+        views = [v.view_as(p) for v, p in zip(updates.split([p.numel() for p in params]), params)]
+        for _, same in itertools.groupby(self.shares[self.rank], key=lambda i: params[i].shape):
+            same = list(same)
+            torch._foreach_copy_([views[i] for i in same], list(orthogonal(torch.stack([grads[i] for i in same]))))
+        if len(self.shares) > 1:
+            dist.all_reduce(updates)  # every matrix is 0 in all processes but one
+        for p, update in zip(params, views):
+            p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+
 
 def optimizers(model, cfg):
     """Muon on every 2-D weight, the unembedding included; Adam on biases, norms and control tokens."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if p.ndim != 2]
-    return [torch.optim.Muon(matrices, lr=cfg.lr, momentum=0.95, weight_decay=0.0),
-            torch.optim.Adam(rest, lr=cfg.lr, fused=True)]
-
-
-class Clock:
-    """Where the time of a step goes. It runs in some of the steps only, for on a GPU it waits for the end of each part."""
-
-    def __init__(self, device, model):
-        self.device, self.parts, self.steps = device, None, []
-        model.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("gradient"))
-        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("no-grad"))
-
-    def now(self):
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
-
-    def start(self):
-        self.parts, self.last = dict.fromkeys(("data", "encoder", "no-grad", "gradient", "optimiser"), 0.0), self.now()
-
-    def lap(self, part):
-        if self.parts is not None:
-            before, self.last = self.last, self.now()
-            self.parts[part] += self.last - before
-
-    def stop(self):
-        if self.parts is not None:
-            self.steps.append(self.parts)
-            self.parts = None
-
-    def report(self, tokens, flops, bf16):
-        """One line on the median step: of so many tokens and floating-point operations in matrix products."""
-        step = float(np.median([sum(parts.values()) for parts in self.steps]))
-        a, times = torch.randn(2048, 2048, device=self.device), []
-        with autocast(self.device, bf16):
-            a = a.to((a @ a).dtype)
-        for _ in range(6):
-            start = self.now()
-            a @ a
-            times.append(self.now() - start)
-        peak = 2 * 2048**3 / min(times)
-        memory = (torch.cuda.max_memory_allocated() if self.device.type == "cuda" else
-                  resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) if resource else 0)
-        shares = ", ".join(f"{part} {np.median([parts[part] for parts in self.steps]) / step:.0%}" for part in self.steps[0])
-        return (f"median step {1000 * step:,.0f} ms, {tokens / step:,.0f} tokens/s; matrix products {flops / 1e9:,.0f} GFLOP, "
-                f"{flops / step / peak:.0%} of the {peak / 1e9:,.0f} GFLOP/s measured here; peak memory {memory / 1e9:.1f} GB; {shares}")
-
-
-def matrix_work(model, encoder, B, L, n_dec, n_sc, accum):
-    """Floating-point operations in a step's matrix products: the encoder, both passes (a backward is two forwards), Newton-Schulz."""
-    c, e, P = model.config, encoder.config, L + PREFIX
-
-    def size(*modules):
-        return sum(p.numel() for module in modules for p in module.parameters() if p.ndim == 2)
-
-    trunk = 2 * L * size(model.in_proj, model.bottleneck) + 2 * P * size(model.blocks) + 4 * c.depth * P**2 * c.dim  # one row, forward
-    denoise, unembed = 2 * L * size(model.denoise), 2 * L * size(model.unembed)
-    frozen = B * (2 * L * size(encoder.encoder.block) + 4 * e.num_layers * L**2 * e.num_heads * e.d_kv)
-    passes = n_sc * (trunk + denoise) + 3 * (B * trunk + (B - n_dec) * denoise + n_dec * unembed)
-    return accum * (frozen + passes) + sum(5 * (4 * min(p.shape)**2 * max(p.shape) + 2 * min(p.shape)**3)
-                                           for p in model.parameters() if p.ndim == 2)
-
-
-def compiler_works(device):
-    """Tries torch.compile on one line; where it fails (no C++ compiler, say), training runs eagerly and says so."""
-    try:
-        torch.compile(lambda a: a * 2 + 1)(torch.ones(8, device=device))
-        return True
-    except Exception as e:
-        print(f"torch.compile does not work here ({type(e).__name__}: {str(e).splitlines()[0][:80]}): running eagerly")
-        return False
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# surviving: one process to a folder, checkpoints that are whole or not there, a log without repeats
-
-@contextmanager
-def alone(run, fresh=False):
-    """Holds the folder `run` for this process alone, and makes it; fresh: what was there is kept as <name>.old-1, -2, ..."""
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        lock = open(run / ".lock", "a")
-    except OSError as e:
-        sys.exit(f"{run}: not a folder that can be written ({e.strerror}); choose another --out or --name")
-    with lock:
-        try:
-            if fcntl:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
-        except BlockingIOError:
-            sys.exit(f"{run}: another process trains there; wait until it ends, or give this run another --name")
-        except OSError as e:
-            print(f"{run}: cannot be locked ({e.strerror}); see to it that no other process trains there")
-        if fresh and os.listdir(run) != [".lock"]:
-            old = next(old for n in itertools.count(1) if not (old := run.with_name(f"{run.name}.old-{n}")).exists())
-            os.rename(run, old)
-            print(f"{run}: the run that was there is now {old}")
-            with alone(run):
-                yield
-        else:
-            yield
-
-
-def save(file, content, keep, best):
-    """
-    Writes the checkpoint `file` aside, to the disk itself, then renames it, so that under its name it is whole; also as best.pt, if
-    it is the best; removes the oldest ones but `keep`. OSError or RuntimeError if it cannot (a full disk): all is then as it was.
-    """
-    temporary, link = file.with_name("ckpt.tmp"), file.with_name("best.tmp")
-    try:
-        for path in (temporary, link):
-            path.unlink(missing_ok=True)  # never written over: after a kill, it may be best.pt under another name
-        with open(temporary, "wb") as f:
-            torch.save(content, f)
-            f.flush()
-            os.fsync(f.fileno())
-        if best:  # before the checkpoint: a run killed in between validates again, and comes back here
-            try:
-                os.link(temporary, link)
-            except OSError:  # a file system without links
-                shutil.copyfile(temporary, link)
-            os.replace(link, file.with_name("best.pt"))
-        os.replace(temporary, file)
-    finally:
-        for path in (temporary, link):
-            path.unlink(missing_ok=True)
-    for old in [f for f in checkpoints(file.parent) if f.name.startswith("ckpt_") and f.name <= file.name][keep:]:
-        old.unlink()
-
-
-def restore(run, settings, machine, model, ema, opts, say):
-    """
-    The newest whole checkpoint of the run into model, ema and opts. No random state is in it: noise is drawn from (seed, step, rank,
-    micro-batch), the order of the data from (seed, epoch), so that the step alone says how both go on.
-
-    machine   what settles the noise besides: if the checkpoint was made on another, that is said
-    returns   (step, best validation loss so far); (0, inf) without a run
-    raises    SystemExit if the run has other settings, or none of its checkpoints is whole
-    """
-    files = checkpoints(run) + list(run.glob("best.pt"))
-    for file in files:
-        try:
-            old = read(file)
-            step, best, before = int(old["step"]), float(old.get("best", np.inf)), old.get("machine", machine)
-            free = FREE | ({"accum"} if before != machine else set())
-            changed = [f"{k} {old['settings'].get(k)!r:.50} -> {v!r:.50}" for k, v in settings.items()
-                       if k not in free and old["settings"].get(k) != v]
-            if not changed:
-                model.load_state_dict(old["model"])
-                for e, name in zip(ema, model.state_dict(), strict=True):
-                    e.copy_(old["ema"][name])
-                for opt, state in zip(opts, copy.deepcopy(old["optimizers"]), strict=True):  # a copy, for `old` is the file itself
-                    opt.load_state_dict(state)
-        except Exception as e:  # a damaged or foreign file fails in as many ways as there are formats
-            say(f"{file}: damaged, or not of train.py ({type(e).__name__}: {' '.join(str(e).split())[:60]}); trying the one before")
-            continue
-        if changed:
-            sys.exit(f"{run}: holds a run with other settings ({', '.join(changed)}); give this one another --name, or move that one "
-                     "aside with --fresh")
-        if before != machine:
-            say(f"{file}: from {before}, goes on with {machine}: the same weights and place in the data, but other noise from here on")
-        return step, best
-    if files:
-        sys.exit(f"{run}: none of its {len(files)} checkpoints can be read; move it aside with --fresh, or give this run another --name")
-    return 0, np.inf
-
-
-def forget(log, step):
-    """Drops from log.jsonl what comes again: the lines of steps after `step`, and one cut short by a kill."""
-    lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
-    kept = [line for line in lines if (m := re.fullmatch(rb'\{"step": (\d+)\b.*\}\n', line)) and int(m[1]) <= step]
-    if len(kept) < len(lines):
-        log.with_suffix(".tmp").write_bytes(b"".join(kept))
-        os.replace(log.with_suffix(".tmp"), log)
-
-
-def note(log, entry):
-    """One more line of log.jsonl, whole or not at all."""
-    line = json.dumps(entry).encode() + b"\n"
-    with open(log, "ab", buffering=0) as f:
-        end = f.tell()
-        if f.write(line) < len(line):
-            f.truncate(end)
-            raise OSError(f"{log}: the disk is full")
+    return [Muon(matrices, cfg.lr), torch.optim.Adam(rest, lr=cfg.lr, fused=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -651,6 +476,254 @@ def train(cfg, device, world, rank, stack):
     if done < cfg.steps:
         bar.close()
         say(f"stopped after step {done}, which is saved; the same command goes on from there")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# settings: a file, then options
+
+FREE = {"name", "out", "prepare", "init_from", "steps", "sample_steps", "sample_gamma", "sample_w", "sample_cfg", "log_interval",
+        "val_interval", "val_rows", "sample_interval", "sample_rows", "save_interval", "save_minutes", "keep", "fresh", "device", "bf16",
+        "compile", "recompute", "bench"}  # settings that a resumed run may change
+
+
+def configure(argv):
+    """Config from `[FILE.py] [--key=value | --key value]...`; SystemExit with one line on anything else."""
+    argv = [f"{arg}=true" if arg in ("--fresh", "--recompute") else arg for arg in argv]
+    if {"-h", "--help"} & set(argv):
+        print(__doc__, "Settings, with their defaults:", *(f"  --{f.name}={f.default}" for f in fields(Config)), sep="\n")
+        sys.exit()
+    file = Path(argv.pop(0)) if argv and not argv[0].startswith("-") else ROOT / "config" / "docs.py"
+    file = file if file.is_file() else ROOT / file
+    if not file.is_file():
+        sys.exit(f"{file}: no such config file; there are: {', '.join(sorted(f'config/{f.name}' for f in ROOT.glob('config/*.py')))}")
+    try:
+        given = {k: v for k, v in runpy.run_path(str(file)).items() if not k.startswith("_")}
+    except Exception as e:
+        sys.exit(f"{file}: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
+    types = {f.name: f.type for f in fields(Config)}
+    for arg in (args := iter(argv)):
+        key, eq, text = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--"):
+            sys.exit(f"{arg}: expected --key=value")
+        key = key.replace("-", "_")
+        if not eq and (text := next(args, None)) is None:
+            sys.exit(f"--{key}: has no value; write --{key}=value")
+        given[key] = parse(key, text, types.get(key))
+    for key, value in given.items():
+        if key not in types:
+            near = difflib.get_close_matches(key, types, 1)
+            sys.exit(f"{key}: no such setting" + (f"; did you mean {near[0]}?" if near else "; train.py lists them in Config"))
+        if types[key] is float and type(value) is int and abs(value) < 1e12:
+            given[key] = float(value)
+        elif type(value) is not types[key]:
+            sys.exit(f"{key} = {value!r}: must be {types[key].__name__}, not {type(value).__name__}")
+    cfg = Config(**given)
+    for key, value in asdict(cfg).items():
+        if types[key] in (int, float):
+            low = -100 if key in ("t_mean", "decode_mean") else 0
+            zero = key in ("seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cond_length", "cond_drop", "sample_gamma", "sample_cfg", "bench")
+            if not (low < value < 1e9 or value == 0 and zero):
+                sys.exit(f"{key} = {value}: must be {'at least' if zero else 'greater than'} {low}, and below 1e9")
+    if not re.fullmatch(r"\w[\w.-]{0,99}", cfg.name):
+        sys.exit(f"name = {cfg.name!r}: must be a plain folder name of letters, digits, '.', '_' and '-'")
+    if cfg.decode_share + cfg.self_cond_share >= 1:
+        sys.exit(f"decode_share + self_cond_share = {cfg.decode_share + cfg.self_cond_share:g}: must leave room for plain rows, below 1")
+    if cfg.ema >= 1 or cfg.w_max < cfg.w_min:
+        sys.exit(f"ema = {cfg.ema}, w_min = {cfg.w_min}, w_max = {cfg.w_max}: ema must be below 1, w_max at least w_min")
+    return cfg
+
+
+def parse(key, text, kind):
+    """The text of --key as `kind`; a key that does not exist keeps its text, and is refused later."""
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return kind(text.replace("_", "")) if kind in (int, float) else text
+    except (ValueError, KeyError):
+        sys.exit(f"--{key}={text}: must be {kind.__name__}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# surviving: one process to a folder, checkpoints that are whole or not there, a log without repeats
+
+@contextmanager
+def alone(run, fresh=False):
+    """Holds the folder `run` for this process alone, and makes it; fresh: what was there is kept as <name>.old-1, -2, ..."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = open(run / ".lock", "a")
+    except OSError as e:
+        sys.exit(f"{run}: not a folder that can be written ({e.strerror}); choose another --out or --name")
+    with lock:
+        try:
+            if fcntl:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        except BlockingIOError:
+            sys.exit(f"{run}: another process trains there; wait until it ends, or give this run another --name")
+        except OSError as e:
+            print(f"{run}: cannot be locked ({e.strerror}); see to it that no other process trains there")
+        if fresh and os.listdir(run) != [".lock"]:
+            old = next(old for n in itertools.count(1) if not (old := run.with_name(f"{run.name}.old-{n}")).exists())
+            os.rename(run, old)
+            print(f"{run}: the run that was there is now {old}")
+            with alone(run):
+                yield
+        else:
+            yield
+
+
+def save(file, content, keep, best):
+    """
+    Writes the checkpoint `file` aside, to the disk itself, then renames it, so that under its name it is whole; also as best.pt, if
+    it is the best; removes the oldest ones but `keep`. OSError or RuntimeError if it cannot (a full disk): all is then as it was.
+    """
+    temporary, link = file.with_name("ckpt.tmp"), file.with_name("best.tmp")
+    try:
+        for path in (temporary, link):
+            path.unlink(missing_ok=True)  # never written over: after a kill, it may be best.pt under another name
+        with open(temporary, "wb") as f:
+            torch.save(content, f)
+            f.flush()
+            os.fsync(f.fileno())
+        if best:  # before the checkpoint: a run killed in between validates again, and comes back here
+            try:
+                os.link(temporary, link)
+            except OSError:  # a file system without links
+                shutil.copyfile(temporary, link)
+            os.replace(link, file.with_name("best.pt"))
+        os.replace(temporary, file)
+    finally:
+        for path in (temporary, link):
+            path.unlink(missing_ok=True)
+    for old in [f for f in checkpoints(file.parent) if f.name.startswith("ckpt_") and f.name <= file.name][keep:]:
+        old.unlink()
+
+
+def restore(run, settings, machine, model, ema, opts, say):
+    """
+    The newest whole checkpoint of the run into model, ema and opts. No random state is in it: noise is drawn from (seed, step, rank,
+    micro-batch), the order of the data from (seed, epoch), so that the step alone says how both go on.
+
+    machine   what settles the noise besides: if the checkpoint was made on another, that is said
+    returns   (step, best validation loss so far); (0, inf) without a run
+    raises    SystemExit if the run has other settings, or none of its checkpoints is whole
+    """
+    files = checkpoints(run) + list(run.glob("best.pt"))
+    for file in files:
+        try:
+            old = read(file)
+            step, best, before = int(old["step"]), float(old.get("best", np.inf)), old.get("machine", machine)
+            free = FREE | ({"accum"} if before != machine else set())
+            changed = [f"{k} {old['settings'].get(k)!r:.50} -> {v!r:.50}" for k, v in settings.items()
+                       if k not in free and old["settings"].get(k) != v]
+            if not changed:
+                model.load_state_dict(old["model"])
+                for e, name in zip(ema, model.state_dict(), strict=True):
+                    e.copy_(old["ema"][name])
+                for opt, state in zip(opts, copy.deepcopy(old["optimizers"]), strict=True):  # a copy, for `old` is the file itself
+                    opt.load_state_dict(state)
+        except Exception as e:  # a damaged or foreign file fails in as many ways as there are formats
+            say(f"{file}: damaged, or not of train.py ({type(e).__name__}: {' '.join(str(e).split())[:60]}); trying the one before")
+            continue
+        if changed:
+            sys.exit(f"{run}: holds a run with other settings ({', '.join(changed)}); give this one another --name, or move that one "
+                     "aside with --fresh")
+        if before != machine:
+            say(f"{file}: from {before}, goes on with {machine}: the same weights and place in the data, but other noise from here on")
+        return step, best
+    if files:
+        sys.exit(f"{run}: none of its {len(files)} checkpoints can be read; move it aside with --fresh, or give this run another --name")
+    return 0, np.inf
+
+
+def forget(log, step):
+    """Drops from log.jsonl what comes again: the lines of steps after `step`, and one cut short by a kill."""
+    lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
+    kept = [line for line in lines if (m := re.fullmatch(rb'\{"step": (\d+)\b.*\}\n', line)) and int(m[1]) <= step]
+    if len(kept) < len(lines):
+        log.with_suffix(".tmp").write_bytes(b"".join(kept))
+        os.replace(log.with_suffix(".tmp"), log)
+
+
+def note(log, entry):
+    """One more line of log.jsonl, whole or not at all."""
+    line = json.dumps(entry).encode() + b"\n"
+    with open(log, "ab", buffering=0) as f:
+        end = f.tell()
+        if f.write(line) < len(line):
+            f.truncate(end)
+            raise OSError(f"{log}: the disk is full")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# where the time goes
+
+class Clock:
+    """Where the time of a step goes. It runs in some of the steps only, for on a GPU it waits for the end of each part."""
+
+    def __init__(self, device, model):
+        self.device, self.parts, self.steps = device, None, []
+        model.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("gradient"))
+        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("no-grad"))
+
+    def now(self):
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def start(self):
+        self.parts, self.last = dict.fromkeys(("data", "encoder", "no-grad", "gradient", "optimiser"), 0.0), self.now()
+
+    def lap(self, part):
+        if self.parts is not None:
+            before, self.last = self.last, self.now()
+            self.parts[part] += self.last - before
+
+    def stop(self):
+        if self.parts is not None:
+            self.steps.append(self.parts)
+            self.parts = None
+
+    def report(self, tokens, flops, bf16):
+        """One line on the median step: of so many tokens and floating-point operations in matrix products."""
+        step = float(np.median([sum(parts.values()) for parts in self.steps]))
+        a, times = torch.randn(2048, 2048, device=self.device), []
+        with autocast(self.device, bf16):
+            a = a.to((a @ a).dtype)
+        for _ in range(6):
+            start = self.now()
+            a @ a
+            times.append(self.now() - start)
+        peak = 2 * 2048**3 / min(times)
+        memory = (torch.cuda.max_memory_allocated() if self.device.type == "cuda" else
+                  resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) if resource else 0)
+        shares = ", ".join(f"{part} {np.median([parts[part] for parts in self.steps]) / step:.0%}" for part in self.steps[0])
+        return (f"median step {1000 * step:,.0f} ms, {tokens / step:,.0f} tokens/s; matrix products {flops / 1e9:,.0f} GFLOP, "
+                f"{flops / step / peak:.0%} of the {peak / 1e9:,.0f} GFLOP/s measured here; peak memory {memory / 1e9:.1f} GB; {shares}")
+
+
+def matrix_work(model, encoder, B, L, n_dec, n_sc, accum):
+    """Floating-point operations in a step's matrix products: the encoder, both passes (a backward is two forwards), Newton-Schulz."""
+    c, e, P = model.config, encoder.config, L + PREFIX
+
+    def size(*modules):
+        return sum(p.numel() for module in modules for p in module.parameters() if p.ndim == 2)
+
+    trunk = 2 * L * size(model.in_proj, model.bottleneck) + 2 * P * size(model.blocks) + 4 * c.depth * P**2 * c.dim  # one row, forward
+    denoise, unembed = 2 * L * size(model.denoise), 2 * L * size(model.unembed)
+    frozen = B * (2 * L * size(encoder.encoder.block) + 4 * e.num_layers * L**2 * e.num_heads * e.d_kv)
+    passes = n_sc * (trunk + denoise) + 3 * (B * trunk + (B - n_dec) * denoise + n_dec * unembed)
+    return accum * (frozen + passes) + sum(newton_schulz_work(p) for p in model.parameters() if p.ndim == 2)
+
+
+def compiler_works(device):
+    """Tries torch.compile on one line; where it fails (no C++ compiler, say), training runs eagerly and says so."""
+    try:
+        torch.compile(lambda a: a * 2 + 1)(torch.ones(8, device=device))
+        return True
+    except Exception as e:
+        print(f"torch.compile does not work here ({type(e).__name__}: {str(e).splitlines()[0][:80]}): running eagerly")
+        return False
 
 
 if __name__ == "__main__":
