@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from model import ROOT, autocast, load_encoder, load_tokenizer, local_or_repo, pick_device
+from train import Muon
 
 PAD, EOS, UNK, MASK = range(4)
 SPECIAL = ["<pad>", "</s>", "<unk>", "<extra_id_0>"]
@@ -65,7 +66,7 @@ def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, 
     head = torch.nn.Linear(width, vocab_size)
     matrices = [p for n, p in encoder.named_parameters() if n.startswith("encoder.block") and p.ndim == 2 and "bias" not in n]
     rest = [p for p in [*encoder.parameters(), *head.parameters()] if all(p is not m for m in matrices)]
-    opts = [torch.optim.Muon(matrices, lr=3 * lr, weight_decay=0.0), torch.optim.Adam(rest, lr=lr, fused=True)]
+    opts = [Muon(matrices, 3 * lr), torch.optim.Adam(rest, lr=lr, fused=True)]
     schedule = [torch.optim.lr_scheduler.LambdaLR(o, lambda s: min(1, (s + 1) / 200, (steps - s) / (0.3 * steps))) for o in opts]
     masks = max(1, int(mask_share * (rows != EOS).float().mean() * batch_size * rows.shape[1]))  # the same number every step
     order = torch.empty(0, dtype=torch.long)
