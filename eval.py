@@ -193,6 +193,10 @@ def main(argv=None):
 
     encoder = load_encoder(settings["encoder"], device) if cond_length else None
 
+    def real_texts(n, seed=0):
+        ids, n_cond = real.batch(np.random.default_rng(seed).permutation(len(real))[:n])
+        return [to_text(tokenizer, row, n) for row, n in zip(ids, n_cond)]
+
     def sampled(seed):
         """Texts, with figures of their making: the time, and BLEU and ROUGE where rows have conditions."""
         more, references, n_cond = {}, None, [0] * args.n
@@ -206,9 +210,13 @@ def main(argv=None):
         written = sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))  # as --ar counts: no padding
         return texts, dict(tokens_per_s=written / seconds) | (bleu_rouge(texts, references) if references else {})
 
+    def scored(texts, rows=None):
+        figures = report(rows or [encode(text) for text in texts], None if rows else scorer, eos, window)
+        return figures | (dict(copied=copied(tokenizer(texts, add_special_tokens=False)["input_ids"], train.tokens)) if train is not None else {})
+
     results = []
     for seed in range(args.seeds):
-        figures = {}
+        figures, rows = {}, None
         if args.ar:
             start = time.time()
             rows = write_autoregressively(scorer, args.n, window - 1, eos, seed)
@@ -218,23 +226,26 @@ def main(argv=None):
             texts = [item["text"] for item in items]
             figures = bleu_rouge(texts, [item["reference"] for item in items]) if items[0].get("reference") else {}
         elif args.real:
-            ids, n_cond = real.batch(np.random.default_rng(seed).permutation(len(real))[:args.real])
-            texts = [to_text(tokenizer, row, n) for row, n in zip(ids, n_cond)]
+            texts = real_texts(args.real, seed)
         else:
             texts, figures = sampled(seed)
-        if train is not None:
-            figures["copied"] = copied(tokenizer(texts, add_special_tokens=False)["input_ids"], train.tokens)
-        results.append(report(rows if args.ar else [encode(text) for text in texts], None if args.ar else scorer, eos, window) | figures)
+        results.append(scored(texts, rows) | figures)
 
     what = dict(source=source, scorer=name)
     what |= dict(ar=True) if args.ar else dict(real=args.real) if args.real else {} if items else how | dict(n=args.n)
     print("  ".join(f"{k}={v}" for k, v in what.items()))
-    summary = {}
-    for key in results[0]:
-        values = np.array([r[key] for r in results], float)
-        summary[key] = float(values.mean())
-        error = f" ± {values.std(ddof=1) / len(values) ** 0.5:.3g}" if len(values) > 1 else ""
-        print(f"  {key:13} {values.mean():10.4g}{error}")
+    # beside them, real rows: what "as good as the data" would be, and how good the scorer is
+    beside = scored(real_texts(results[0]["samples"])) if real is not None and not args.real else {}
+    if beside:
+        print(f"{'':31}{beside['samples']} real validation rows")
+    summary = {f"real_{key}": beside[key] for key in ("gen_ppl", "entropy") if beside}
+    for key in beside | results[0]:
+        shown = "-"
+        if key in results[0]:
+            values = np.array([r[key] for r in results], float)
+            summary[key] = float(values.mean())
+            shown = f"{values.mean():.4g}" + (f" ± {values.std(ddof=1) / len(values) ** 0.5:.3g}" if len(values) > 1 else "")
+        print(f"  {key:13} {shown:14} " + (f"{beside[key]:.4g}" if key in beside else ""))
     with results_file:
         results_file.write(json.dumps(what | summary | dict(seeds=len(results))) + "\n")
 

@@ -1080,8 +1080,12 @@ def test_eval_program(scorer, run, docs, tmp_path, capsys):
     out.write_text("".join(json.dumps(dict(text=text, ckpt=str(run), data=str(docs[0]), encoder=f"{docs[0]}/t5")) + "\n" for text in texts))
     evaluate.main([str(out), "--results", str(results)])
     real, ar, file = [json.loads(line) for line in results.read_text().splitlines()]
-    assert real["real"] == 15 and real["samples"] == 15 and math.isfinite(real["gen_ppl"])
-    assert ar["seeds"] == 2 and "gen_ppl" not in ar and ar["tokens_per_s"] > 0 and "±" in capsys.readouterr().out
+    assert real["real"] == 15 and real["samples"] == 15 and math.isfinite(real["gen_ppl"]) and "real_gen_ppl" not in real
+    out = capsys.readouterr().out
+    assert ar["seeds"] == 2 and "gen_ppl" not in ar and ar["tokens_per_s"] > 0 and "±" in out
+    assert "6 real validation rows" in out and "4 real validation rows" in out and math.isfinite(ar["real_gen_ppl"])
+    [real_column] = re.findall(r"gen_ppl +- +(\S+)", out)
+    assert math.isclose(float(real_column), ar["real_gen_ppl"], rel_tol=1e-3)
     assert file["empty"] == 1 and file["samples"] == 4 and math.isfinite(file["gen_ppl"]) and file["copied"] >= 0.5
 
 
