@@ -11,10 +11,12 @@ heads = 6
 bottleneck = 64
 noise_scale = 0.5    # not 2: the encoder has 64 channels instead of 512, and the information left at a given noise falls with them
 
-steps = 1900
+steps = 1200
 batch_size = 64
 lr = 0.008           # far above the paper's 0.002: a short run of a small network needs it (see the README)
 warmup = 60
+
+sample_gamma = 2.0
 
 val_interval = 300
 sample_interval = 500
