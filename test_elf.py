@@ -1659,6 +1659,14 @@ def test_own_text_from_file_to_samples(docs, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_scorer_batches_weigh_tokens_evenly():
+    lengths = torch.randint(2, 33, (1500,), generator=seeded(0))
+    batches = data.common.even_batches(lengths, 64, seeded(1))
+    assert sorted(torch.cat(batches).tolist()) == list(range(1500))
+    tokens = torch.tensor([lengths[b].sum() for b in batches]).float()
+    assert tokens.min() > 0.9 * tokens.max() and max(len(b) for b in batches) > 3 * min(len(b) for b in batches)
+
+
 def test_tokenizer_training_repeats():
     texts = prose_module(200)[1]
     a, b = (data.common.train_tokenizer(texts, 80).backend_tokenizer.to_str() for _ in range(2))

@@ -89,6 +89,19 @@ def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, 
     return encoder.eval()
 
 
+def even_batches(lengths, batch_size, rng):
+    """
+    All rows once, in batches of about batch_size: rows of like length together, which halves the work, and about as many tokens in
+    each, so that a token weighs the same in a short row as in a long one.
+    """
+    batches = []
+    for group in torch.randperm(len(lengths), generator=rng).split(16 * batch_size):
+        group = group[lengths[group].argsort()]
+        tokens, count = lengths[group].cumsum(0), -(-len(group) // batch_size)
+        batches += group.split(((tokens - 1) * count // tokens[-1]).bincount().tolist())
+    return [batches[i] for i in torch.randperm(len(batches), generator=rng)]
+
+
 def train_scorer(rows, vocab_size, steps, width=256, layers=4, heads=4, batch_size=64, lr=1.5e-3, seed=0):
     """
     A small GPT-2 of the same tokens, for eval.py. It learns rows up to their first </s>; every other batch has one before the
@@ -106,12 +119,7 @@ def train_scorer(rows, vocab_size, steps, width=256, layers=4, heads=4, batch_si
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda s: min(1, (s + 1) / 100, (steps - s) / (0.6 * steps)))
     batches = []
     for step in (bar := tqdm(range(steps), desc="training the scorer", dynamic_ncols=True)):
-        if not batches:  # rows of like length together: half of the work; as many tokens in each, lest short rows weigh more
-            for group in torch.randperm(len(rows), generator=rng).split(16 * batch_size):
-                group = group[lengths[group].argsort()]
-                tokens, count = lengths[group].cumsum(0), -(-len(group) // batch_size)
-                batches += group.split(((tokens - 1) * count // tokens[-1]).bincount().tolist())
-            batches = [batches[i] for i in torch.randperm(len(batches), generator=rng)]
+        batches = batches or even_batches(lengths, batch_size, rng)
         where = batches.pop()
         ids = rows[where, step % 2:lengths[where].max()]
         scored = torch.arange(1, ids.shape[1]) + step % 2 < lengths[where, None]
