@@ -51,7 +51,7 @@ class Config:
     prepare: str = ""              # the script that makes that folder, run when it is missing
     encoder: str = "t5-small"      # folder or Hugging Face repo id of the frozen T5; its tokenizer lies beside it
     length: int = 1024             # L, tokens a row
-    cond_length: int = 0           # of which at most so many are the condition; data of pairs only
+    cond_length: int = 0           # the condition's share of L at most; data of pairs only
     init_from: str = ""            # start from these weights: run, file or Hugging Face repo id
     # the network (Tab. 3)
     depth: int = 12
@@ -64,7 +64,7 @@ class Config:
     t_mean: float = -1.5           # time is sigmoid(N(t_mean, t_std^2))
     t_std: float = 0.8
     noise_scale: float = 2.0
-    w_min: float = 0.5
+    w_min: float = 0.5             # guidance scales, log-uniform in 1 + w
     w_max: float = 5.0
     decode_mean: float = 0.8       # decode rows keep a share sigmoid(N(decode_mean, decode_std^2)) of each embedding
     decode_std: float = 0.8
@@ -81,8 +81,8 @@ class Config:
     accum: int = 1                 # micro-batches a step in each process
     lr: float = 0.002              # 0.001 x batch_size / 256
     warmup: int = 9_500            # steps; then constant
-    clip: float = 1.0
-    ema: float = 0.9999
+    clip: float = 1.0              # of the gradient's norm
+    ema: float = 0.9999            # of the weights; less in the first steps
     seed: int = 0
     # bookkeeping, in steps
     log_interval: int = 10
@@ -143,7 +143,7 @@ def losses(model, x, ids, cond, n_dec, n_sc, t, w, eps, p, noise_scale, decode_n
     z, x_sc = torch.where(clean, x, z), torch.where(clean, x, 0.0)
     sc = slice(n_dec, n_dec + n_sc)
     if n_sc:
-        with torch.no_grad():                                                             # an unconditional first guess
+        with torch.no_grad():                                                             # a first guess, without self-condition
             x_u = getattr(model, "module", model)(z[sc], x_sc[sc], t[sc], w[sc])[0].float()
         x_sc = torch.cat([x_sc[:n_dec], torch.where(cond[sc], x[sc], x_u), x_sc[n_dec + n_sc:]])
 
@@ -187,7 +187,7 @@ def orthogonal(G):
     together as the small square matrices they are, and only their product P meets X: a quarter less work than step by step for the
     matrices of a block. All five at once would lose bfloat16's few digits.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a, b, c = 3.4445, -4.7750, 2.0315  # the paper's
     X = G.bfloat16()
     X = X.mT if X.shape[1] > X.shape[2] else X
     X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -239,7 +239,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(grads, momenta, group["momentum"])  # Nesterov, in the gradients' own memory
         updates = torch.zeros(sum(p.numel() for p in params), dtype=torch.bfloat16, device=params[0].device)
         views = [v.view_as(p) for v, p in zip(updates.split([p.numel() for p in params]), params)]
-        for _, same in itertools.groupby(self.shares[self.rank], key=lambda i: params[i].shape):
+        for _, same in itertools.groupby(self.shares[self.rank], key=lambda i: params[i].shape):  # sorted so
             same = list(same)
             torch._foreach_copy_([views[i] for i in same], list(orthogonal(torch.stack([grads[i] for i in same]))))
         if len(self.shares) > 1:
