@@ -193,17 +193,17 @@ def main(argv=None):
 
     encoder = load_encoder(settings["encoder"], device) if cond_length else None
 
-    def real_texts(n, seed=0):
-        ids, n_cond = real.batch(np.random.default_rng(seed).permutation(len(real))[:n])
-        return [to_text(tokenizer, row, n) for row, n in zip(ids, n_cond)]
+    def real_rows(n, seed=0):
+        """n validation rows: their conditions, as lists of ids, and the texts that follow them."""
+        rows = list(zip(*real.batch(np.random.default_rng(seed).permutation(len(real))[:n])))
+        return [row[:n_cond] for row, n_cond in rows], [to_text(tokenizer, row, n_cond) for row, n_cond in rows]
 
     def sampled(seed):
         """Texts, with figures of their making: the time, and BLEU and ROUGE where rows have conditions."""
         more, references, n_cond = {}, None, [0] * args.n
         if cond_length:
-            ids, n_cond = real.batch(np.random.default_rng(seed).permutation(len(real))[:args.n])
-            references = [to_text(tokenizer, row, n) for row, n in zip(ids, n_cond)]
-            _, more["condition"] = conditions(encoder, [row[:n] for row, n in zip(ids, n_cond)], settings, device)
+            conds, references = real_rows(args.n, seed)
+            n_cond, more["condition"] = conditions(encoder, conds, settings, device)
         start = time.time()
         tokens = sample(model, len(n_cond), L, **how, seed=seed, noise_scale=settings["noise_scale"], progress=True, **more)
         seconds, texts = time.time() - start, [to_text(tokenizer, row, n, L - cond_length) for row, n in zip(tokens, n_cond)]
@@ -226,7 +226,7 @@ def main(argv=None):
             texts = [item["text"] for item in items]
             figures = bleu_rouge(texts, [item["reference"] for item in items]) if items[0].get("reference") else {}
         elif args.real:
-            texts = real_texts(args.real, seed)
+            _, texts = real_rows(args.real, seed)
         else:
             texts, figures = sampled(seed)
         results.append(scored(texts, rows) | figures)
@@ -235,7 +235,7 @@ def main(argv=None):
     what |= dict(ar=True) if args.ar else dict(real=args.real) if args.real else {} if items else how | dict(n=args.n)
     print("  ".join(f"{k}={v}" for k, v in what.items()))
     # beside them, real rows: what "as good as the data" would be, and how good the scorer is
-    beside = scored(real_texts(results[0]["samples"])) if real is not None and not args.real else {}
+    beside = scored(real_rows(results[0]["samples"])[1]) if real is not None and not args.real else {}
     if beside:
         print(f"{'':31}{beside['samples']} real validation rows")
     summary = {f"real_{key}": beside[key] for key in ("gen_ppl", "entropy") if beside}
