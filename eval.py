@@ -14,19 +14,34 @@ import math
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
+from typing import Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from model import ROOT, autocast, from_pretrained, load, load_encoder, load_tokenizer, pick_device
-from sample import conditions, newest_run, read_jsonl, sample, sampling_arguments, sampling_settings, to_text
-from train import open_data
+from checkpoint import load, newest_run
+from config import ROOT, sampling
+from config.machine import autocast, pick_device
+from data.encoder import from_pretrained, load_encoder, load_tokenizer, to_ids
+from data.rows import open_data
+from data.texts import read_samples
+from sample import sample_texts, to_text
+
+
+@dataclass
+class Scorer:
+    name: str
+    model: torch.nn.Module      # a causal language model
+    encode: Callable            # text -> its token ids
+    eos: int                    # its end-of-text token
+    window: int                 # the most tokens it sees
 
 
 def load_scorer(name, device):
-    """(causal LM, function text -> token ids, id of its end-of-text token, window in tokens) for a path or repo id."""
+    """The Scorer of this path or repo id."""
     from transformers import AutoModelForCausalLM
     model = from_pretrained(AutoModelForCausalLM, name, "scorer (offline: --scorer data/docs/scorer)").to(device).eval()
     if name.startswith("gpt2"):
@@ -38,8 +53,8 @@ def load_scorer(name, device):
         encode, eos = lambda text: bpe.encode(text, allowed_special="all"), bpe.eot_token
     else:
         tokenizer = load_tokenizer(name)
-        encode, eos = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id
-    return model, encode, eos, min(1024, model.config.max_position_embeddings)
+        encode, eos = lambda text: to_ids(tokenizer, [text])[0], tokenizer.eos_token_id
+    return Scorer(name, model, encode, eos, min(1024, model.config.max_position_embeddings))
 
 
 @torch.no_grad()
@@ -57,11 +72,11 @@ def gen_ppl(model, rows, eos, window, positions=8192, bf16=True):
                 batch.append(rows.pop())
             lengths = torch.tensor([len(row) for row in batch], device=device)
             ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in batch], batch_first=True, padding_value=eos).to(device)
-            scored = torch.arange(1, ids.shape[1], device=device) < lengths[:, None]
+            counts = torch.arange(1, ids.shape[1], device=device) < lengths[:, None]
             with autocast(device, bf16):
                 logits = model(input_ids=ids).logits[:, :-1]  # causal: padding on the right is unseen
-            total += F.cross_entropy(logits[scored].float(), ids[:, 1:][scored], reduction="sum").double().item()
-            count += int(scored.sum())
+            total += F.cross_entropy(logits[counts].float(), ids[:, 1:][counts], reduction="sum").double().item()
+            count += int(counts.sum())
             bar.update(len(batch))
     return math.exp(min(total / count, 700)) if count else float("nan")
 
@@ -88,29 +103,29 @@ def distinct(rows, n):
     return len(set(grams)) / max(1, len(grams))
 
 
+def window_hashes(ids, n):
+    """A hash (uint64) of every window of n tokens."""
+    hashes = np.zeros(max(0, len(ids) - n + 1), np.uint64)
+    for i in range(n):
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[i:i + len(hashes)].astype(np.uint64) + np.uint64(1)
+    return hashes
+
+
 def copied(rows, train, run=33, block=2**22):
     """Share of rows that hold a run of more than 32 tokens of `train` (flat ids, memory-mapped), or are one when shorter."""
-    multiplier = np.uint64(0x9E3779B97F4A7C15)
-
-    def hashes(ids, n):  # of every window of n tokens
-        h = np.zeros(max(0, len(ids) - n + 1), np.uint64)
-        for i in range(n):
-            h = h * multiplier + ids[i:i + len(h)].astype(np.uint64) + np.uint64(1)
-        return h
-
     found, by_length = np.zeros(len(rows), bool), {}
     for i, row in enumerate(rows):
         if row:
             by_length.setdefault(min(run, len(row)), []).append(i)
     for n, members in by_length.items():
-        wanted = [hashes(np.array(rows[i]), n) for i in members]
+        wanted = [window_hashes(np.array(rows[i]), n) for i in members]
         everything, seen = np.unique(np.concatenate(wanted)), []
         for first in range(0, len(train), block):
-            h = hashes(np.asarray(train[first:first + block + n - 1]), n)
-            seen.append(everything[np.isin(everything, h)])
+            hashes = window_hashes(np.asarray(train[first:first + block + n - 1]), n)
+            seen.append(everything[np.isin(everything, hashes)])
         seen = np.concatenate(seen)
-        for i, w in zip(members, wanted):
-            found[i] = np.isin(w, seen).any()
+        for i, hashes in zip(members, wanted):
+            found[i] = np.isin(hashes, seen).any()
     return float(found.mean())
 
 
@@ -127,36 +142,78 @@ def bleu_rouge(texts, references):
             **{name: 100 * float(np.mean([s[name].fmeasure for s in each])) for name in ("rouge1", "rouge2", "rougeL")}}
 
 
-def report(rows, scorer, eos, window):
-    """The figures of one set of samples as a dict. rows: the scorer's token ids, one list a sample; without a scorer, no gen_ppl."""
+def report(rows, scorer, perplexity=True):
+    """The figures of one set of samples as a dict. rows: the scorer's token ids, one list a sample."""
     kept = [row for row in rows if row]
     if not kept:
         sys.exit("all samples are empty: nothing to score")
     repeats = [repetition(row) for row in kept]
-    return (dict(gen_ppl=gen_ppl(scorer, kept, eos, window)) if scorer else {}) | dict(
-        entropy=float(np.mean([entropy(row[:window]) for row in kept])), tokens=float(np.mean([len(row) for row in kept])),
+    return (dict(gen_ppl=gen_ppl(scorer.model, kept, scorer.eos, scorer.window)) if perplexity else {}) | dict(
+        entropy=float(np.mean([entropy(row[:scorer.window]) for row in kept])), tokens=float(np.mean([len(row) for row in kept])),
         repeated=float(np.mean([r[0] for r in repeats])), repeat_cover=float(np.mean([r[1] for r in repeats])),
         distinct1=distinct(kept, 1), distinct2=distinct(kept, 2), samples=len(rows), empty=len(rows) - len(kept),
-        truncated=sum(len(row) > window for row in kept))
+        truncated=sum(len(row) > scorer.window for row in kept))
 
 
-def write_autoregressively(model, n, length, eos, seed, chunk=256):
-    """n rows that the scorer itself writes at temperature 1, from its end-of-text token, up to `length` tokens."""
+def score(texts, scorer, tokenizer, train, rows=None):
+    """`report` of texts, or, without a perplexity, of rows that the scorer wrote; and how much is copied, where the training rows are here."""
+    figures = report(rows or [scorer.encode(text) for text in texts], scorer, perplexity=rows is None)
+    if train is not None:
+        figures["copied"] = copied(to_ids(tokenizer, texts), train.tokens)
+    return figures
+
+
+def write_autoregressively(scorer, n, seed, chunk=256):
+    """n rows that the scorer itself writes at temperature 1, from its end-of-text token, up to its window."""
     torch.manual_seed(seed)
     rows = []
     while len(rows) < n:
-        start = torch.full((min(chunk, n - len(rows)), 1), eos, device=model.device)
-        ids = model.generate(start, attention_mask=torch.ones_like(start), do_sample=True, top_k=0, max_new_tokens=length,
-                             eos_token_id=eos, pad_token_id=eos)[:, 1:].tolist()
-        rows += [row[:row.index(eos)] if eos in row else row for row in ids]
+        start = torch.full((min(chunk, n - len(rows)), 1), scorer.eos, device=scorer.model.device)
+        ids = scorer.model.generate(start, attention_mask=torch.ones_like(start), do_sample=True, top_k=0, max_new_tokens=scorer.window - 1,
+                                    eos_token_id=scorer.eos, pad_token_id=scorer.eos)[:, 1:].tolist()
+        rows += [row[:row.index(scorer.eos)] if scorer.eos in row else row for row in ids]
     return rows
 
 
-def main(argv=None):
+def validation_texts(val, tokenizer, n, seed):
+    """n validation rows: their conditions, as lists of ids, and the texts that follow them."""
+    rows = list(zip(*val.batch(np.random.default_rng(seed).permutation(len(val))[:n])))
+    return [row[:n_cond] for row, n_cond in rows], [to_text(tokenizer, row, n_cond) for row, n_cond in rows]
+
+
+def sampled_texts(model, settings, tokenizer, val, n, seed, how):
+    """n samples of a run, with figures of their making: the speed, and BLEU and ROUGE where validation rows give their conditions."""
+    given, references = {}, None
+    if settings.get("cond_length"):
+        conditions, references = validation_texts(val, tokenizer, n, seed)
+        given = dict(conditions=conditions, encoder=load_encoder(settings["encoder"], next(model.parameters()).device))
+    start = time.time()
+    texts = sample_texts(model, settings, tokenizer, n, **given, **how, seed=seed, progress=True)
+    seconds = time.time() - start
+    written = sum(map(len, to_ids(tokenizer, texts)))  # as --ar counts: no padding
+    return texts, dict(tokens_per_s=written / seconds) | (bleu_rouge(texts, references) if references else {})
+
+
+def print_table(results, beside):
+    """Means over the seeds with their standard errors, and the column beside them. Returns the means."""
+    if beside:
+        print(f"{'':31}{beside['samples']} real validation rows")
+    means = {}
+    for key in beside | results[0]:
+        shown = "-"
+        if key in results[0]:
+            values = np.array([result[key] for result in results], float)
+            means[key] = float(values.mean())
+            shown = f"{values.mean():.4g}" + (f" ± {values.std(ddof=1) / len(values) ** 0.5:.3g}" if len(values) > 1 else "")
+        print(f"  {key:13} {shown:14} " + (f"{beside[key]:.4g}" if key in beside else ""))
+    return means
+
+
+def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("samples", nargs="?", help=".jsonl file of sample.py --out")
     parser.add_argument("--ckpt", help="instead: sample from this run, file or repo id (default: the newest run under out/)")
-    sampling_arguments(parser)
+    sampling.add_arguments(parser)
     parser.add_argument("--n", type=int, default=1000, help="samples a seed (default 1000)")
     parser.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, ...: the table gives mean ± standard error")
     parser.add_argument("--real", type=int, metavar="N", help="score N real validation rows of the run's data instead")
@@ -164,88 +221,65 @@ def main(argv=None):
     parser.add_argument("--scorer", help="causal LM: path or repo id (default: data/docs/scorer for runs on data/docs, else gpt2-large)")
     parser.add_argument("--results", default="results.jsonl", help="one line is appended to this file")
     parser.add_argument("--device", default="auto")
-    args = parser.parse_args(argv)
-    sampling_settings(parser, args, {})
+    args = sampling.parse(parser, argv)
     if bool(args.samples) + bool(args.real) + args.ar > 1 or args.samples and (args.ckpt or args.seeds > 1):
         parser.error("one thing at a time: a samples file, --ckpt with or without --real N, or --ar")
+    return args
+
+
+def scorer_name(given, data):
+    """The scorer to use for a run on the folder `data`, or None: the one given, the data's own, that of data/docs, or the paper's."""
+    own = f"{data}/scorer"
+    default = "data/docs/scorer" if (data or "").startswith("data/docs") else "gpt2-large"
+    name = given or (own if data and (ROOT / own).is_dir() else default)
+    if name == "data/docs/scorer" and not (ROOT / name).is_dir():
+        sys.exit(f"{name}: not there; make it (5 minutes) with: python data/docs/prepare.py --scorer")
+    return name
+
+
+def main(argv=None):
+    args = parse_arguments(argv)
     try:
         results_file = open(args.results, "a")
     except OSError as e:
         sys.exit(f"--results {args.results}: cannot be written ({e.strerror}); name another file")
     device = pick_device(args.device)
-
-    items = read_jsonl(args.samples, "text", ["reference", "data", "encoder", "ckpt"]) if args.samples else None
+    items = read_samples(args.samples) if args.samples else None
     source = args.samples or args.ckpt or newest_run()
     model, settings = (None, items[0]) if items else load(source, device)
-    how = sampling_settings(parser, args, settings)
-    data, L, cond_length = settings.get("data"), settings["length"] if model else 0, settings.get("cond_length", 0) if model else 0
+    how, data = sampling.sampler_settings(args, settings), settings.get("data")
     tokenizer = load_tokenizer(settings["encoder"]) if settings.get("encoder") else None
-    default = "data/docs/scorer" if (data or "").startswith("data/docs") else "gpt2-large"
-    name = args.scorer or (f"{data}/scorer" if data and (ROOT / data / "scorer").is_dir() else default)
-    if name == "data/docs/scorer" and not (ROOT / name).is_dir():
-        sys.exit(f"{name}: not there; make it (5 minutes) with: python data/docs/prepare.py --scorer")
-    scorer, encode, eos, window = load_scorer(name, device)
-    train = real = None
+    scorer = load_scorer(scorer_name(args.scorer, data), device)
+    train = val = None
     if data and tokenizer and (ROOT / data / "meta.json").is_file():
-        train, real, _ = open_data(data, L, cond_length)
-    if (args.real or cond_length) and (real is None or (args.real or 0) > len(real)):
-        sys.exit(f"--real {args.real}: {data or source} has {len(real or [])} validation rows here")
-
-    encoder = load_encoder(settings["encoder"], device) if cond_length else None
-
-    def real_rows(n, seed=0):
-        """n validation rows: their conditions, as lists of ids, and the texts that follow them."""
-        rows = list(zip(*real.batch(np.random.default_rng(seed).permutation(len(real))[:n])))
-        return [row[:n_cond] for row, n_cond in rows], [to_text(tokenizer, row, n_cond) for row, n_cond in rows]
-
-    def sampled(seed):
-        """Texts, with figures of their making: the time, and BLEU and ROUGE where rows have conditions."""
-        more, references, n_cond = {}, None, [0] * args.n
-        if cond_length:
-            conds, references = real_rows(args.n, seed)
-            n_cond, more["condition"] = conditions(encoder, conds, settings, device)
-        start = time.time()
-        tokens = sample(model, len(n_cond), L, **how, seed=seed, noise_scale=settings["noise_scale"], progress=True, **more)
-        seconds, texts = time.time() - start, [to_text(tokenizer, row, n, L - cond_length) for row, n in zip(tokens, n_cond)]
-        written = sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))  # as --ar counts: no padding
-        return texts, dict(tokens_per_s=written / seconds) | (bleu_rouge(texts, references) if references else {})
-
-    def scored(texts, rows=None):
-        figures = report(rows or [encode(text) for text in texts], None if rows else scorer, eos, window)
-        return figures | (dict(copied=copied(tokenizer(texts, add_special_tokens=False)["input_ids"], train.tokens)) if train is not None else {})
+        train, val, _ = open_data(data, *([settings["length"], settings.get("cond_length", 0)] if model else []))
+    if (args.real or model and settings.get("cond_length")) and (val is None or (args.real or 0) > len(val)):
+        sys.exit(f"--real {args.real}: {data or source} has {len(val or [])} validation rows here")
 
     results = []
     for seed in range(args.seeds):
-        figures, rows = {}, None
+        rows, figures = None, {}
         if args.ar:
             start = time.time()
-            rows = write_autoregressively(scorer, args.n, window - 1, eos, seed)
-            figures["tokens_per_s"] = sum(map(len, rows)) / (time.time() - start)
-            texts = load_tokenizer(name).batch_decode(rows)
+            rows = write_autoregressively(scorer, args.n, seed)
+            texts, figures = load_tokenizer(scorer.name).batch_decode(rows), dict(tokens_per_s=sum(map(len, rows)) / (time.time() - start))
         elif items:
             texts = [item["text"] for item in items]
             figures = bleu_rouge(texts, [item["reference"] for item in items]) if items[0].get("reference") else {}
         elif args.real:
-            _, texts = real_rows(args.real, seed)
+            _, texts = validation_texts(val, tokenizer, args.real, seed)
         else:
-            texts, figures = sampled(seed)
-        results.append(scored(texts, rows) | figures)
+            texts, figures = sampled_texts(model, settings, tokenizer, val, args.n, seed, how)
+        results.append(score(texts, scorer, tokenizer, train, rows) | figures)
+    # beside them, real rows: what "as good as the data" would be, and how good the scorer is
+    beside = {}
+    if val is not None and not args.real:
+        beside = score(validation_texts(val, tokenizer, results[0]["samples"], 0)[1], scorer, tokenizer, train)
 
-    what = dict(source=source, scorer=name)
+    what = dict(source=source, scorer=scorer.name)
     what |= dict(ar=True) if args.ar else dict(real=args.real) if args.real else {} if items else how | dict(n=args.n)
     print("  ".join(f"{k}={v}" for k, v in what.items()))
-    # beside them, real rows: what "as good as the data" would be, and how good the scorer is
-    beside = scored(real_rows(results[0]["samples"])[1]) if real is not None and not args.real else {}
-    if beside:
-        print(f"{'':31}{beside['samples']} real validation rows")
-    summary = {f"real_{key}": beside[key] for key in ("gen_ppl", "entropy") if beside}
-    for key in beside | results[0]:
-        shown = "-"
-        if key in results[0]:
-            values = np.array([r[key] for r in results], float)
-            summary[key] = float(values.mean())
-            shown = f"{values.mean():.4g}" + (f" ± {values.std(ddof=1) / len(values) ** 0.5:.3g}" if len(values) > 1 else "")
-        print(f"  {key:13} {shown:14} " + (f"{beside[key]:.4g}" if key in beside else ""))
+    summary = {f"real_{key}": beside[key] for key in ("gen_ppl", "entropy") if beside} | print_table(results, beside)
     with results_file:
         results_file.write(json.dumps(what | summary | dict(seeds=len(results))) + "\n")
 

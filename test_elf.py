@@ -22,12 +22,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import data.common
+import checkpoint
+import data.files
+import data.scratch
+import data.texts
 import eval as evaluate
 import train
+from checkpoint import load
+from config import Config, config_files, configure
+from config.machine import compile_blocks, matrix_work, newton_schulz_work
 from data.docs import prepare
-from model import ELF, PREFIX, PRESETS, ELFConfig, condition_mask, embed, load, load_encoder, load_tokenizer, rotary_table, rotate
-from sample import decode, flow, sample, seeded, time_grid, to_text
+from data.encoder import condition_mask, embed, load_encoder, load_tokenizer
+from data.rows import open_data
+from model import ELF, PREFIX, ELFConfig, rotary_table, rotate
+from sample import decode, embed_conditions, flow, sample, seeded, time_grid, to_text
 from sample import main as sample_main
 
 ROOT = Path(__file__).resolve().parent
@@ -116,8 +124,22 @@ def test_network_golden(golden):
         assert close(value, want)
 
 
+def row_losses(model, n_dec, n_sc, x, ids, cond_mask, noise_scale=2.0, decode_noise=5.0, **draws):
+    """train.losses as a mean for each row: mse of the denoise rows, ce of the decode rows."""
+    kinds = slice(0, n_dec), slice(n_dec, n_dec + n_sc), slice(n_dec + n_sc, len(x))
+    parts = train.losses(model, x, ids, cond_mask, kinds, **draws, noise_scale=noise_scale, decode_noise=decode_noise)
+    ce, mse_sc, mse_plain = ((values * counts).sum(1) / counts.sum(1) for values, counts in parts)
+    return torch.cat([mse_sc, mse_plain]), ce
+
+
 def golden_losses(model, n_dec, n_sc, w=W):
-    return train.losses(model, X, IDS, NONE, n_dec, n_sc, T, w, EPS, P[:n_dec], noise_scale=2.0, decode_noise=5.0)
+    return row_losses(model, n_dec, n_sc, X, IDS, NONE, t=T, w=w, eps=EPS, p=P[:n_dec])
+
+
+def loss_of(model, x, ids, cfg, draws):
+    """The training objective of a batch without conditions, its rows divided as cfg says."""
+    kinds = train.split_rows(len(x), cfg)
+    return train.objective(train.losses(model, x, ids, NONE[:1].expand(len(x), L, 1), kinds, **draws, noise_scale=2.0, decode_noise=5.0), cfg)
 
 
 def test_losses_golden(golden):
@@ -138,7 +160,7 @@ def test_samplers_golden(golden, gamma, w, cfg, first, last, mean):
         return 2 * torch.from_numpy(np.sin(1.7 * np.arange(2 * L * E) + 0.3 * next(draws))).float().view(2, L, E)
 
     cond = condition_mask(torch.tensor([3, 2]), L) if cfg != 1 else None
-    z = flow(golden, 2 * EPS, torch.tensor([0, 0.1, 0.25, 0.5, 1]), noise, gamma, w, cond, X, cfg)
+    *_, (_, z, _) = flow(golden, 2 * EPS, torch.tensor([0, 0.1, 0.25, 0.5, 1]), noise, gamma, w, cond, X, cfg)
     assert close(z[0, -1, :3], first) and close(z[1, -1, -3:], last) and close(z.abs().mean(), mean)
     tokens = torch.full((2, L), 10)
     tokens[1, 2] = 11 if cfg != 1 else 10
@@ -148,10 +170,11 @@ def test_samplers_golden(golden, gamma, w, cfg, first, last, mean):
 # ---------------------------------------------------------------------------------------------------------------------
 # the network
 
-@pytest.mark.parametrize("size, count", [("B", 104_579_940), ("M", 342_540_036), ("L", 652_103_332)])
+@pytest.mark.parametrize("size, count", [("b", 104_579_940), ("m", 342_540_036), ("l", 652_103_332)])
 def test_parameter_counts(size, count):
+    cfg = configure([f"config/owt_{size}.py"])
     with torch.device("meta"):
-        assert sum(p.numel() for p in ELF(PRESETS[size]).parameters()) == count
+        assert sum(p.numel() for p in ELF(ELFConfig(cfg.depth, cfg.dim, cfg.heads, 512, 32100, cfg.bottleneck)).parameters()) == count
 
 
 def test_rotary():
@@ -217,11 +240,11 @@ def draws(B, n_dec, cfg, seed=0):
 def test_split_equals_three_forwards(golden):
     """Against the reference's way, written out: three forwards, all on all rows, masks choosing what counts."""
     B, n_dec, n_sc = 10, 2, 4
-    cfg = train.Config()
+    cfg = Config()
     x, ids = torch.randn(B, L, E, generator=seeded(1)), torch.randint(V, (B, L), generator=seeded(2))
     r = draws(B, n_dec, cfg, seed=3)
-    mse, ce = train.losses(golden, x, ids, NONE[:1].expand(B, L, 1), n_dec, n_sc, **r, noise_scale=2.0, decode_noise=5.0)
-    ours = torch.autograd.grad(train.objective(mse, ce, torch.full((B,), L), n_sc, cfg), golden.parameters())
+    mse, ce = row_losses(golden, n_dec, n_sc, x, ids, NONE[:1].expand(B, L, 1), **r)
+    ours = torch.autograd.grad(loss_of(golden, x, ids, cfg, r), golden.parameters())
 
     is_dec = torch.arange(B) < n_dec
     is_sc = (torch.arange(B) >= n_dec) & (torch.arange(B) < n_dec + n_sc)
@@ -251,7 +274,7 @@ def test_split_equals_three_forwards(golden):
 
 
 def test_draws_follow_the_paper():
-    r = draws(20_000, 4000, train.Config())
+    r = draws(20_000, 4000, Config())
     logit = torch.logit(r["t"])
     assert abs(logit.mean() + 1.5) < 0.02 and abs(logit.std() - 0.8) < 0.02
     assert r["w"].min() >= 0.5 and r["w"].max() <= 5 and abs(torch.log(1 + r["w"]).mean() - np.log(9) / 2) < 0.01
@@ -261,24 +284,24 @@ def test_draws_follow_the_paper():
 
 
 def test_kinds_do_not_change_the_objective():
-    cfg = train.Config()
+    cfg = Config()
     for B in (5, 7, 13, 64):
-        n_dec, n_sc = train.kinds(B, cfg)
-        assert abs(train.objective(torch.ones(B - n_dec), torch.ones(n_dec), torch.full((B,), L), n_sc, cfg) - 1) < 1e-6
+        parts = [(torch.ones(B, L)[rows], torch.ones(B, L, dtype=torch.bool)[rows]) for rows in train.split_rows(B, cfg)]
+        assert abs(train.objective(parts, cfg) - 1) < 1e-6
     with pytest.raises(SystemExit, match="too few"):
-        train.kinds(2, cfg)
+        train.split_rows(2, cfg)
 
 
 def test_overfits_one_batch_and_decodes_it():
     torch.manual_seed(0)
-    cfg = train.Config(lr=0.01)
+    cfg = Config(lr=0.01)
     model = ELF(ELFConfig(**TINY | dict(dim=64, bottleneck=32)))
     table = torch.randn(V, E, generator=seeded(1))
     ids = torch.randint(V, (10, L), generator=seeded(2))
     x, opts = table[ids], train.optimizers(model, cfg)
     for step in range(400):
-        mse, ce = train.losses(model, x, ids, NONE[:1].expand(10, L, 1), 5, 3, **draws(10, 5, cfg, step), noise_scale=2.0, decode_noise=0.2)
-        train.objective(mse, ce, torch.full((10,), L), 3, cfg).backward()
+        mse, ce = row_losses(model, 5, 3, x, ids, NONE[:1].expand(10, L, 1), **draws(10, 5, cfg, step), decode_noise=0.2)
+        (0.2 * ce.mean() + 0.4 * mse[:3].mean() + 0.4 * mse[3:].mean()).backward()
         for opt in opts:
             opt.param_groups[0]["lr"] = cfg.lr * (1 - step / 400)  # to rest at the end
             opt.step()
@@ -443,15 +466,13 @@ def worker(rank, world, model_file, folder):
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     model, _ = load(model_file)
     net = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
-    cfg, rows = train.Config(), []
+    cfg, rows = Config(), []
     for first, count in ((0, 4), (4, 8), (12, 8)):  # decode, self-conditioned, plain rows of the global batch of 20
         rows += range(first + rank * count // world, first + (rank + 1) * count // world)
     x, ids = torch.randn(20, L, E, generator=seeded(1))[rows], torch.randint(V, (20, L), generator=seeded(2))[rows]
-    n_dec, n_sc = train.kinds(len(rows), cfg)
     r = draws(20, 4, cfg, seed=3)
-    r = {k: v[rows[:n_dec] if k == "p" else rows] for k, v in r.items()}
-    mse, ce = train.losses(net, x, ids, NONE[:1].expand(len(x), L, 1), n_dec, n_sc, **r, noise_scale=2.0, decode_noise=5.0)
-    loss = train.objective(mse, ce, torch.full((len(x),), L), n_sc, cfg)
+    r = {k: v[rows[:4 // world] if k == "p" else rows] for k, v in r.items()}
+    loss = loss_of(net, x, ids, cfg, r)
     loss.backward()
     torch.save([loss.detach(), *(p.grad for p in model.parameters())], f"{folder}/{world}.{rank}")
     if world > 1:
@@ -516,7 +537,9 @@ def test_muon_is_newton_schulz_and_torchs():
 def muon_worker(rank, folder):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     _, _, params, muon = muon_run()
-    assert sorted(muon.shares[0] + muon.shares[1]) == list(range(len(MATRICES))) and all(muon.shares)
+    shares = [None, None]
+    torch.distributed.all_gather_object(shares, muon.share)
+    assert sorted(shares[0] + shares[1]) == list(range(len(MATRICES))) and all(shares)
     torch.save(params, f"{folder}/{rank}")
     torch.distributed.destroy_process_group()
 
@@ -694,8 +717,8 @@ def test_not_finite_stops_all_processes(docs, tmp_path):
 
 def test_not_finite_names_the_step(docs, tmp_path, monkeypatch):
     losses, calls = train.losses, iter(range(1, 100))
-    monkeypatch.setattr(train, "losses", lambda *a, **kw: [y * factor for factor in [math.nan if next(calls) == 13 else 1]
-                                                           for y in losses(*a, **kw)])
+    monkeypatch.setattr(train, "losses", lambda *a, **kw: [(y * factor, counts) for factor in [math.nan if next(calls) == 13 else 1]
+                                                           for y, counts in losses(*a, **kw)])
     with pytest.raises(SystemExit, match="not finite at step 13; .*try a smaller --lr"):
         train.main(small(docs[0], tmp_path / "run", "--steps=40"))
     assert newest(tmp_path / "run")["step"] == 10
@@ -759,17 +782,17 @@ def test_packed_checkpoint_is_refused(tmp_path):
 
 
 def test_full_disk(run, docs, tmp_path, monkeypatch, capsys):
-    save, soft = train.save, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    save, soft = checkpoint.save, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
 
     def full(steps):
-        def saving(file, *more):
-            limit = 20_000 if int(file.stem[-8:]) in steps else soft
+        def saving(state, *more):
+            limit = 20_000 if state.step in steps else soft
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
             try:
-                save(file, *more)
+                save(state, *more)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        monkeypatch.setattr(train, "save", saving)
+        monkeypatch.setattr(checkpoint, "save", saving)
         return small(docs[0], tmp_path / "run", "--steps=40")
 
     with pytest.raises(SystemExit, match="step 40: not saved .*; the same command goes on from step 10"):
@@ -780,7 +803,7 @@ def test_full_disk(run, docs, tmp_path, monkeypatch, capsys):
 
 
 def test_one_run_a_folder(run, docs):
-    with train.alone(run), pytest.raises(SystemExit, match="another process trains there; wait"):
+    with checkpoint.locked(run), pytest.raises(SystemExit, match="another process trains there; wait"):
         train.main(small(docs[0], run, "--steps=50"))
 
 
@@ -806,7 +829,7 @@ def test_fuzz(run, docs, scorer, tmp_path, monkeypatch, capsys):
              "uniform", "1_0", "0x10", "-0", " 1"]
     cheap = ["--device=cpu", "--compile=false", "--steps=2"]
     names = dict(
-        train=[f.name for f in train.fields(train.Config) if f.name != "out"],
+        train=[name for name in vars(Config()) if name != "out"],
         sample="steps gamma w cfg schedule n seed length cond out force trace device".split(),
         eval="steps gamma w cfg schedule n seeds real ar scorer results device".split(), text="val_share val_share val_share encoder".split())
     start, ended = time.monotonic(), dict.fromkeys(names, 0)
@@ -892,19 +915,16 @@ def test_config_errors(argv, says):
 def test_config_file_errors(text, says, tmp_path):
     (tmp_path / "c.py").write_text(text)
     with pytest.raises(SystemExit, match=says):
-        train.configure([str(tmp_path / "c.py")])
+        configure([str(tmp_path / "c.py")])
 
 
 def test_config_overrides(tmp_path):
     (tmp_path / "c.py").write_text("steps = 5\nlr = 1\n")
-    cfg = train.configure([str(tmp_path / "c.py"), "--steps", "1_000", "--batch-size=64", "--compile=False"])
+    cfg = configure([str(tmp_path / "c.py"), "--steps", "1_000", "--batch-size=64", "--compile=False"])
     assert (cfg.steps, cfg.lr, cfg.batch_size, cfg.compile) == (1000, 1.0, 64, False)
-    for file in sorted(ROOT.glob("config/*.py")):
-        train.configure([str(file)])
-    for name, preset in (("owt_b", "B"), ("owt_m", "M"), ("owt_l", "L")):
-        cfg = train.configure([str(ROOT / f"config/{name}.py")])
-        assert (cfg.depth, cfg.dim, cfg.heads, cfg.bottleneck) == tuple(
-            getattr(PRESETS[preset], k) for k in ("depth", "dim", "heads", "bottleneck"))
+    assert {f.stem for f in config_files()} >= {"docs", "docs_cond", "owt_b", "owt_m", "owt_l", "de_en", "xsum"}
+    for file in config_files():
+        configure([str(file)])
 
 
 def edit_meta(folder, **changes):
@@ -991,8 +1011,7 @@ def test_sample_errors(argv, says, capsys):
 
 
 def test_no_run_yet(monkeypatch, tmp_path):
-    import sample as module
-    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(checkpoint, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match="no run under out/ yet: train one"):
         sample_main([])
 
@@ -1014,7 +1033,7 @@ def test_readme_points_at_the_right_lines():
 @pytest.fixture(scope="session")
 def scorer(docs):
     """A tiny random GPT-2 with the tokenizer of the made-up corpus, as data/docs/prepare.py --scorer would leave it."""
-    model = data.common.train_scorer(np.fromfile(docs[0] / "train.bin", dtype=np.uint16).reshape(-1, 40), 80, steps=3, width=16, layers=1,
+    model = data.scratch.train_scorer(np.fromfile(docs[0] / "train.bin", dtype=np.uint16).reshape(-1, 40), 80, steps=3, width=16, layers=1,
                                      heads=2)
     model.save_pretrained(docs[0] / "scorer")
     load_tokenizer(docs[0] / "t5").save_pretrained(docs[0] / "scorer")
@@ -1089,7 +1108,7 @@ def test_eval_program(scorer, run, docs, tmp_path, capsys):
     assert file["empty"] == 1 and file["samples"] == 4 and math.isfinite(file["gen_ppl"]) and file["copied"] >= 0.5
 
 
-@pytest.mark.parametrize("content, says", [('{"text": "a"}\nnope\n', "line 2: not JSON"), ('{"txt": "a"}\n', 'line 1: has no "text"'),
+@pytest.mark.parametrize("content, says", [('{"text": "a"}\nnope\n', "line 2: not JSON"), ('{"txt": "a"}\n', 'line 1: must have "text"'),
                                            ("", "is empty"), (None, "cannot be read")])
 def test_eval_errors(content, says, tmp_path):
     if content is not None:
@@ -1148,7 +1167,7 @@ def write_jsonl(file, records):
 def test_packing_loses_and_invents_nothing(tmp_path):
     """With a tokenizer that knows every character: decoding the files gives the texts back, "</s>" and "<pad>" in them included."""
     texts = odd_texts(600)
-    tokenizer = data.common.train_tokenizer([" ".join(t.split()) for t in texts], 150)
+    tokenizer = data.scratch.train_tokenizer([" ".join(t.split()) for t in texts], 150)
     tokenizer.save_pretrained(tmp_path / "t5-small")
     file = write_jsonl(tmp_path / "a.jsonl", [dict(text=t) for t in texts])
     for workers in ("1", "2"):
@@ -1182,13 +1201,12 @@ def test_text_pairs(docs, spell, tmp_path, capsys):
 
 
 def test_long_text_is_cut_and_streamed(docs, spell, tmp_path, monkeypatch):
-    text = script("text")
-    monkeypatch.setattr(text, "LONGEST", 100)
+    monkeypatch.setattr(data.texts, "LONGEST", 100)
     (tmp_path / "a.txt").write_text("the file of été\n" * 500)
-    found = [t for t, in text.paragraphs(tmp_path / "a.txt")]
+    found = list(data.texts.documents(tmp_path / "a.txt"))
     assert "".join(found) == "the file of été\n" * 500 and max(map(len, found)) < 220
     (tmp_path / "b.txt").write_text("é" * 5000)                                              # one endless line
-    assert "".join(t for t, in text.paragraphs(tmp_path / "b.txt")) == "é" * 5000
+    assert "".join(data.texts.documents(tmp_path / "b.txt")) == "é" * 5000
 
     taken = 0
 
@@ -1196,11 +1214,8 @@ def test_long_text_is_cut_and_streamed(docs, spell, tmp_path, monkeypatch):
         nonlocal taken
         for taken in itertools.count(1):
             yield None, ("the file",)
-    state = data.common.plain(load_tokenizer(docs[0] / "t5")), "uint16", [1], 0.0
-    for workers, most in ((1, 1000), (2, 8000)):
-        rows = data.common.tokenise(endless(), workers, *state)
-        assert [next(rows)[1][0].tolist() for _ in range(3)] == [spell("the file") + [1]] * 3 and taken <= most
-        rows.close()
+    rows = data.files.tokenise(endless(), load_tokenizer(docs[0] / "t5"), "uint16", [1], 0.0)
+    assert [next(rows)[1][0].tolist() for _ in range(3)] == [spell("the file") + [1]] * 3 and taken <= 8000
 
 
 def test_workers_do_not_change_the_data(docs, tmp_path):
@@ -1244,14 +1259,14 @@ def test_text_option_errors(argv, says, tmp_path, capsys):
 
 def test_an_interrupted_preparation_changes_nothing(docs, tmp_path, monkeypatch, capsys):
     first, second = (write_jsonl(tmp_path / f"{i}.jsonl", [dict(text=t) for t in odd_texts(3000, i)]) for i in (0, 1))
-    add, stop = data.common.Files.add, [True]
+    add, stop = data.files.Files.add, [True]
 
     def interrupted(self, side, parts):
         if stop[0] and sum(c["rows"] for c in self.counts.values()) == 1500:
             assert (self.folder / "train.bin.tmp").is_file()
             raise KeyboardInterrupt
         add(self, side, parts)
-    monkeypatch.setattr(data.common.Files, "add", interrupted)
+    monkeypatch.setattr(data.files.Files, "add", interrupted)
     with pytest.raises(SystemExit, match="interrupted: .*the same command starts anew"):
         prepare_text(docs, tmp_path / "out", first)
     assert list((tmp_path / "out").iterdir()) == []
@@ -1327,7 +1342,7 @@ def test_the_hub_is_asked_for_parquet(name, row, repo, where, docs, tmp_path, mo
     import datasets
     load, asked = datasets.load_dataset, []
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **kw: asked.append((a, kw)) or load(folder, cache_dir=str(tmp_path / "cache")))
-    monkeypatch.setattr(data.common, "side_of", lambda text, share, sides=iter(["train", "val"] * 2): next(sides))
+    monkeypatch.setattr(data.files, "side_of", lambda text, share, sides=iter(["train", "val"] * 2): next(sides))
     _, sides = prepare_hub(name, docs, tmp_path / "out")
     assert asked == [((repo,), dict(streaming=False) | where)] and list(map(len, sides.values())) in ([2, 2], [4, 1])
 
@@ -1350,7 +1365,7 @@ def test_dataset_errors(docs, tmp_path, monkeypatch):
 
 
 def test_known_encoder_has_the_papers_statistics(tmp_path, docs):
-    with data.common.Files(tmp_path / "out", "uint32") as files:
+    with data.files.Files(tmp_path / "out", "uint32") as files:
         for i in range(3):
             files.add("val" if i else "train", [np.array([70000 + i, 1], np.uint32)])
         files.finish("t5-small", 80000)
@@ -1394,10 +1409,10 @@ def test_who_sees_whom_in_the_encoder(docs):
 
 def test_losses_of_rows_with_conditions(golden):
     """Written out for one row of each kind: decode corrupts the condition too, denoising keeps it clean, no loss counts it."""
-    B, cfg = 4, train.Config()
+    B, cfg = 4, Config()
     x, ids = torch.randn(B, L, E, generator=seeded(1)), torch.randint(V, (B, L), generator=seeded(2))
     r = draws(B, 1, cfg, seed=3)
-    mse, ce = train.losses(golden, x, ids, COND, 1, 2, **r, noise_scale=2.0, decode_noise=1.0)
+    mse, ce = row_losses(golden, 1, 2, x, ids, COND, **r, decode_noise=1.0)
     w, eps, one, zero = r["w"], r["eps"], torch.ones(1), torch.zeros(1, L, E)
     with torch.no_grad():
         z = r["p"] * x[:1] + (1 - r["p"]) * eps[:1]
@@ -1418,32 +1433,30 @@ def test_losses_of_rows_with_conditions(golden):
             if i < 3:
                 target = target + (1 - 1 / w[i]) * (x_pred - x_u) / c
             assert torch.allclose(mse[i - 1], (((x_pred - z) / c - target)[0, n:] ** 2).mean(), rtol=1e-4), i
-    counts, values = L - N_COND, torch.tensor([1.0, 2, 4, 8])
+    values, counts = torch.tensor([1.0, 2, 4, 8])[:, None].expand(4, L), ~COND[..., 0]
     want = 0.2 * 1 + 0.4 * (2 * 8 + 4 * 3) / (8 + 3) + 0.4 * 8                          # means over positions, not over rows
-    assert abs(train.objective(values[1:], values[:1], counts, 2, cfg) - want) < 1e-6
+    assert abs(train.objective([(values[rows], counts[rows]) for rows in (slice(0, 1), slice(1, 3), slice(3, 4))], cfg) - want) < 1e-6
 
 
 @torch.no_grad()
 def test_rows_with_conditions_of_many_lengths_are_as_alone(golden, docs):
     encoder = load_encoder(docs[0] / "t5")
-    settings = dict(length=L, cond_length=5, x_mean=0.0, x_std=1.0)
-    rows = [[5, 6, 7], [], [8, 9, 10, 11, 12, 13], [4]]
-    n_cond, condition = train.conditions(encoder, rows, settings, "cpu")
-    assert n_cond == [3, 0, 5, 1]
-    cond, x_cond = condition(0, 4)
+    rows = [[5, 6, 7], [], [8, 9, 10, 11, 12], [4]]
+    cond, x_cond = embed_conditions(encoder, rows, L, dict(x_mean=0.0, x_std=1.0), slice(0, 4))
+    assert cond.sum((1, 2)).tolist() == [3, 0, 5, 1]
 
     def run(i):
         rng = [seeded(7, j) for j in range(4)]
         noise = lambda: torch.stack([torch.randn(L, E, generator=g) for g in rng])[i]  # noqa: E731
-        z = flow(golden, 2 * noise(), time_grid(6), noise, 1.0, 1.5, cond[i], x_cond[i], cfg=2.0)
+        *_, (_, z, _) = flow(golden, 2 * noise(), time_grid(6), noise, 1.0, 1.5, cond[i], x_cond[i], cfg=2.0)
         return z, decode(golden, z, 1.5)
     z, tokens = run(slice(0, 4))
     assert torch.equal(z[cond[..., 0]], x_cond[cond[..., 0]])                            # clean to the end
     for i in range(4):
         alone = run(slice(i, i + 1))
         assert torch.allclose(alone[0][0], z[i], atol=1e-4) and torch.equal(alone[1][0], tokens[i])
-    unguided = flow(golden, Z, time_grid(3), None, 0.0, 1.0, cond[:2], x_cond[:2], cfg=1.0)
-    assert not torch.allclose(unguided, flow(golden, Z, time_grid(3), None, 0.0, 1.0, cond[:2], x_cond[:2], cfg=3.0))
+    unguided, guided = (list(flow(golden, Z, time_grid(3), None, 0.0, 1.0, cond[:2], x_cond[:2], cfg=cfg))[-1][1] for cfg in (1.0, 3.0))
+    assert not torch.allclose(unguided, guided)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -1474,14 +1487,14 @@ def pairs_run(tmp_path_factory):
             patch.setattr(prepare_cond, name, value)
         prepare_cond.main([])
     run = folder.parent / "run"
-    train.main(small(folder, run, "--length=80", "--cond_length=50", "--steps=80", "--sample_steps=4", "--sample_cfg=2.0", "--cond_drop=0.3"))
+    train.main(small(folder, run, "--length=80", "--cond_length=50", "--steps=200", "--sample_steps=4", "--sample_cfg=2.0", "--cond_drop=0.3"))
     return folder, run
 
 
 def test_pairs_of_signatures_and_sentences(pairs_run):
     folder, run = pairs_run
     meta, tokenizer = json.loads((folder / "meta.json").read_text()), load_tokenizer(folder / "t5")
-    sides = train.open_data(folder, 80, 50, str(folder / "t5"))[:2]
+    sides = open_data(folder, 80, 50, str(folder / "t5"))[:2]
     assert sum(map(len, sides)) >= 96 and meta["counts"]["val"]["rows"] == len(sides[1]) > 5
     texts = {}
     for rows in sides:
@@ -1578,13 +1591,11 @@ def test_matrix_work_is_what_torch_counts(golden):
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import T5Config, T5EncoderModel
     encoder = T5EncoderModel(T5Config(d_model=16, d_kv=8, num_heads=2, d_ff=32, num_layers=2, vocab_size=24))
-    x, ids, cond = torch.randn(10, L, E), torch.randint(V, (10, L)), NONE[:1].expand(10, L, 1)
+    x, ids = torch.randn(10, L, E), torch.randint(V, (10, L))
     with FlopCounterMode(display=False) as counter:
-        mse, ce = train.losses(golden, x, ids, cond, 2, 4, **draws(10, 2, train.Config()), noise_scale=2.0, decode_noise=5.0)
-        (mse.sum() + ce.sum()).backward()
+        loss_of(golden, x, ids, Config(), draws(10, 2, Config())).backward()
         encoder(input_ids=ids)
-    newton_schulz = train.matrix_work(golden, encoder, 0, L, 0, 0, 1)
-    assert abs((train.matrix_work(golden, encoder, 10, L, 2, 4, 1) - newton_schulz) / counter.get_total_flops() - 1) < 0.1
+    assert abs(matrix_work(golden, encoder, 10, L, 2, 4) / counter.get_total_flops() - 1) < 0.1
     golden.zero_grad()
 
 
@@ -1593,7 +1604,7 @@ def test_newton_schulz_work_is_what_torch_counts():
     for shape in MATRICES:
         with FlopCounterMode(display=False) as counter:
             train.orthogonal(torch.randn(1, *shape))
-        assert counter.get_total_flops() == train.newton_schulz_work(torch.empty(shape))
+        assert counter.get_total_flops() == newton_schulz_work(torch.empty(shape))
 
 
 def test_recomputing_changes_no_gradient(golden):
@@ -1609,16 +1620,15 @@ def test_nothing_compiles_twice():
     """After a first step, one without a gradient and one with, later steps and validation find their graphs ready."""
     from torch._dynamo.utils import counters
     torch._dynamo.reset()
-    model, cfg = ELF(ELFConfig(**TINY)), train.Config()
+    model, cfg = ELF(ELFConfig(**TINY)), Config()
     for block in model.blocks:
         block.compile(dynamic=False, backend="eager")
 
     def step(seed):
         x, ids = torch.randn(10, L, E, generator=seeded(seed)), torch.randint(V, (10, L), generator=seeded(seed))
-        mse, ce = train.losses(model, x, ids, NONE[:1].expand(10, L, 1), 2, 4, **draws(10, 2, cfg, seed), noise_scale=2.0, decode_noise=5.0)
-        (mse.sum() + ce.sum()).backward()
+        loss_of(model, x, ids, cfg, draws(10, 2, cfg, seed)).backward()
         with torch.no_grad():
-            train.losses(model, x, ids, NONE[:1].expand(10, L, 1), 2, 4, **draws(10, 2, cfg, seed), noise_scale=2.0, decode_noise=5.0)
+            loss_of(model, x, ids, cfg, draws(10, 2, cfg, seed))
     step(0)
     before = counters["stats"]["unique_graphs"]
     step(1), step(2)
@@ -1628,20 +1638,19 @@ def test_nothing_compiles_twice():
 
 @pytest.mark.parametrize("bf16, tolerance", [(False, 1e-5), (True, 1e-3)])
 def test_compiled_is_plain(bf16, tolerance):
-    if not train.compiler_works(torch.device("cpu")):
-        pytest.skip("torch.compile needs a C++ compiler")
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, cfg = ELF(ELFConfig(**TINY | dict(depth=1))), train.Config()
+    model, cfg = ELF(ELFConfig(**TINY | dict(depth=1))), Config()
     x, ids = torch.randn(10, L, E, generator=seeded(1)), torch.randint(V, (10, L), generator=seeded(2))
 
     @torch.no_grad()
     def losses():
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            mse, ce = train.losses(model, x, ids, NONE[:1].expand(10, L, 1), 2, 0, **draws(10, 2, cfg, 3), noise_scale=2.0, decode_noise=5.0)
+            mse, ce = row_losses(model, 2, 0, x, ids, NONE[:1].expand(10, L, 1), **draws(10, 2, cfg, 3))
         return mse.mean() + ce.mean()
     plain = losses()
-    model.blocks[0].compile(dynamic=False)
+    if not compile_blocks(model, torch.device("cpu")):
+        pytest.skip("torch.compile needs a C++ compiler")
     compiled = losses()
     assert abs(compiled / plain - 1) < tolerance
     torch._dynamo.reset()
@@ -1661,7 +1670,7 @@ def test_own_text_from_file_to_samples(docs, tmp_path, capsys):
 
 def test_scorer_batches_weigh_tokens_evenly():
     lengths = torch.randint(2, 33, (1024,), generator=seeded(0))  # one group of 16
-    batches = data.common.even_batches(lengths, 64, seeded(1))
+    batches = data.scratch.even_batches(lengths, 64, seeded(1))
     assert sorted(torch.cat(batches).tolist()) == list(range(1024)) and len(batches) == 16
     tokens = torch.tensor([lengths[b].sum() for b in batches])
     assert tokens.max() - tokens.min() <= 2 * 32 and max(len(b) for b in batches) > 3 * min(len(b) for b in batches)
@@ -1669,5 +1678,5 @@ def test_scorer_batches_weigh_tokens_evenly():
 
 def test_tokenizer_training_repeats():
     texts = prose_module(200)[1]
-    a, b = (data.common.train_tokenizer(texts, 80).backend_tokenizer.to_str() for _ in range(2))
+    a, b = (data.scratch.train_tokenizer(texts, 80).backend_tokenizer.to_str() for _ in range(2))
     assert a == b

@@ -6,7 +6,8 @@ import sys
 
 import numpy as np
 
-from model import EOS, ROOT
+from config import ROOT
+from data import EOS
 
 
 class Rows:
@@ -17,8 +18,9 @@ class Rows:
 
     def __init__(self, file, dtype, meta, L, cond_length=0):
         again = f"delete meta.json in {file.parent} and prepare the data again"
+        self.L, self.cond_length, self.vocab_size, self.file = L, cond_length, meta["vocab_size"], file
         try:
-            self.L, self.cond_length, self.tokens = L, cond_length, np.memmap(file, dtype, "r")
+            self.tokens = np.memmap(file, dtype, "r")
             self.offsets = np.memmap(file.with_suffix(".idx"), np.uint64, "r") if meta["pairs"] else None
         except (OSError, ValueError) as e:  # missing, empty, or not whole tokens
             sys.exit(f"{file}: missing, empty or cut short ({e}); {again}")
@@ -43,6 +45,8 @@ class Rows:
                 n_cond[row] = len(cond)
                 both = np.concatenate([cond, target[:self.L - len(cond)]])
                 ids[row, :len(both)] = both
+        if ids.max() >= self.vocab_size:
+            sys.exit(f"{self.file}: token id {ids.max()} in it, but its encoder has {self.vocab_size} tokens; prepare the data again")
         return ids, n_cond
 
 
@@ -64,9 +68,9 @@ def open_data(data, length=0, cond_length=0, encoder="", prepare=""):
         dtype, L = {"uint16": np.dtype("uint16"), "uint32": np.dtype("uint32")}[meta["dtype"]], int(meta["length"])
         x_mean, x_std = (np.array(meta[k], float) for k in ("x_mean", "x_std"))
         if not (np.isfinite(x_mean).all() and (x_std > 0).all() and x_mean.shape == x_std.shape and type(meta["fingerprint"]) is str
-                and type(meta["encoder"]) is str and type(meta["pairs"]) is bool and 0 <= L < 2**24
+                and type(meta["encoder"]) is str and type(meta["pairs"]) is bool and 0 <= L < 2**24 and type(meta["vocab_size"]) is int
                 and all(type(meta["counts"][side][k]) is int for side in ("train", "val") for k in ("rows", "tokens"))):
-            raise ValueError("x_mean, x_std, length, encoder, pairs, counts or fingerprint is off")
+            raise ValueError("x_mean, x_std, length, encoder, vocab_size, pairs, counts or fingerprint is off")
     except (OSError, ValueError, KeyError, TypeError) as e:
         sys.exit(f"{folder}/meta.json: damaged ({type(e).__name__}: {e}); delete it and prepare the data again")
     if length and L and length != L:
@@ -101,12 +105,3 @@ class RandomRows:
 
     def batch(self, where):
         return np.random.default_rng(where).integers(2, self.vocab_size, (len(where), self.L)), np.full(len(where), self.cond_length)
-
-
-def stand_ins(name, length, cond_length):
-    """For --bench, what needs neither data nor network: (train, val, meta, tokenizer, encoder); the encoder's weights are random."""
-    from transformers import T5Config, T5EncoderModel
-    config = T5Config.from_pretrained(ROOT / name) if (ROOT / name / "config.json").is_file() else T5Config(vocab_size=32100)  # t5-small's shape
-    rows = RandomRows(config.vocab_size, length, cond_length)
-    meta = dict(x_mean=0.0, x_std=0.2, fingerprint="random", pairs=bool(cond_length))
-    return rows, rows, meta, range(config.vocab_size), T5EncoderModel(config).eval().requires_grad_(False)

@@ -28,8 +28,10 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from data.common import EOS, side_of, to_rows, train_encoder, train_scorer, train_tokenizer, write_dataset  # noqa: E402
-from model import load_tokenizer  # noqa: E402
+from data import EOS  # noqa: E402
+from data.encoder import load_tokenizer  # noqa: E402
+from data.files import side_of, write_dataset  # noqa: E402
+from data.scratch import to_rows, train_encoder, train_scorer, train_tokenizer  # noqa: E402
 
 PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "tqdm", "tiktoken"]
 LENGTH = 32            # tokens a row, </s> included; longer paragraphs are dropped, not cut

@@ -16,8 +16,11 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from data.common import EOS, Files, side_of, train_encoder, train_tokenizer  # noqa: E402
+from data import EOS  # noqa: E402
+from data.encoder import to_ids  # noqa: E402
 from data.docs.prepare import collect, parsed, prose, source_files  # noqa: E402
+from data.files import Files, side_of  # noqa: E402
+from data.scratch import train_encoder, train_tokenizer  # noqa: E402
 
 LENGTH, COND_LENGTH = 48, 24  # longer pairs are dropped, not cut
 VOCAB_SIZE = 4096
@@ -57,7 +60,7 @@ def main(argv=None):
     digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
     sides = [side_of(name.encode(), VAL_SHARE) for name, _, _ in found]
     tokenizer = train_tokenizer([text for side, pair in zip(sides, found) if side == "train" for text in pair[1:]], VOCAB_SIZE)
-    ids = [tokenizer([pair[part] for pair in found], add_special_tokens=False)["input_ids"] for part in (1, 2)]
+    ids = [to_ids(tokenizer, [pair[part] for pair in found]) for part in (1, 2)]
     kept = [(side, cond, target) for side, cond, target in zip(sides, *ids)
             if 0 < len(cond) <= COND_LENGTH and 0 < len(target) < LENGTH - COND_LENGTH]
     kept = [kept[i] for i in np.random.default_rng(0).permutation(len(kept))]

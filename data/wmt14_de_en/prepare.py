@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from data.common import build, columns, hub, options  # noqa: E402
+from data.files import build, columns, hub, options  # noqa: E402
 
 REPO, CONFIG = "wmt/wmt14", "de-en"
 

@@ -1,139 +1,21 @@
 """
-What every prepare.py shares: from texts to the files that train.py reads (data/README.md says what they hold), the options of the
-scripts, and, for data/docs, a tokenizer and a small T5 encoder made from scratch.
+What every prepare.py shares: from texts to the files that train.py reads (README.md says what they hold), and the options of the scripts.
 """
 import argparse
-import collections
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
 import sys
-import threading
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from model import ROOT, autocast, load_encoder, load_tokenizer, local_or_repo, pick_device
-from train import Muon
-
-PAD, EOS, UNK, MASK = range(4)
-SPECIAL = ["<pad>", "</s>", "<unk>", "<extra_id_0>"]
-
-
-def train_tokenizer(texts, vocab_size):
-    """
-    A T5-style unigram tokenizer learned from texts. The trainer adds numbers up in no fixed order, so its scores are rounded and its
-    pieces sorted: the same texts give the same tokens.
-    """
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=vocab_size, special_tokens=SPECIAL,
-                                                                 unk_token="<unk>", show_progress=False))
-    pieces = json.loads(tokenizer.to_str())["model"]["vocab"][len(SPECIAL):]
-    pieces = sorted(((piece, round(score, 6)) for piece, score in pieces), key=lambda entry: (-entry[1], entry[0]))
-    tokenizer.model = models.Unigram([(piece, 0.0) for piece in SPECIAL] + pieces, unk_id=UNK)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
-                                   additional_special_tokens=["<extra_id_0>"])
-
-
-def to_rows(tokenizer, texts, length):
-    """Texts of fewer than `length` tokens as rows (n, length) uint16, each ended and padded with </s>; longer ones are dropped."""
-    ids = (t for t in tokenizer(texts, add_special_tokens=False)["input_ids"] if 0 < len(t) < length)
-    return np.array([t + [EOS] * (length - len(t)) for t in ids], dtype=np.uint16).reshape(-1, length)
-
-
-def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, lr=3e-3, mask_share=0.3, seed=0):
-    """
-    A T5 encoder trained from scratch to predict masked tokens: a stand-in for the T5 objective, which would need a decoder.
-
-    rows      (n, L) tokens; masks fall on text, never on the </s> that pads
-    returns   T5EncoderModel; the loss of its last steps is on the bar
-    """
-    torch.manual_seed(seed)
-    rng = torch.Generator().manual_seed(seed)
-    rows = torch.from_numpy(rows.astype(np.int64))
-    encoder = T5EncoderModel(T5Config(vocab_size=vocab_size, d_model=width, d_kv=width // heads, d_ff=4 * width, num_layers=layers,
-                                      num_heads=heads, dropout_rate=0.0, pad_token_id=PAD, eos_token_id=EOS))
-    head = torch.nn.Linear(width, vocab_size)
-    matrices = [p for n, p in encoder.named_parameters() if n.startswith("encoder.block") and p.ndim == 2 and "bias" not in n]
-    rest = [p for p in [*encoder.parameters(), *head.parameters()] if all(p is not m for m in matrices)]
-    opts = [Muon(matrices, 3 * lr), torch.optim.Adam(rest, lr=lr, fused=True)]
-    schedule = [torch.optim.lr_scheduler.LambdaLR(o, lambda s: min(1, (s + 1) / 200, (steps - s) / (0.3 * steps))) for o in opts]
-    masks = max(1, int(mask_share * (rows != EOS).float().mean() * batch_size * rows.shape[1]))  # the same number every step
-    order = torch.empty(0, dtype=torch.long)
-    for step in (bar := tqdm(range(steps), desc="training the encoder", dynamic_ncols=True)):
-        while len(order) < batch_size:
-            order = torch.cat([order, torch.randperm(len(rows), generator=rng)])
-        ids, order = rows[order[:batch_size]], order[batch_size:]
-        where = (torch.rand(ids.shape, generator=rng) * (ids != EOS)).flatten().topk(masks).indices
-        masked = ids.flatten().index_fill(0, where, MASK).view_as(ids)
-        with autocast(torch.device("cpu")):
-            hidden = encoder(input_ids=masked).last_hidden_state.flatten(0, 1)
-            loss = F.cross_entropy(head(hidden[where]).float(), ids.flatten()[where])
-        loss.backward()
-        for o, s in zip(opts, schedule):
-            o.step()
-            o.zero_grad()
-            s.step()
-        if step % 20 == 0 or step == steps - 1:
-            bar.set_postfix_str(f"masked-token loss {loss.item():.3f}")
-    return encoder.eval()
-
-
-def even_batches(lengths, batch_size, rng):
-    """
-    All rows once, in batches of about batch_size: rows of like length together, which halves the work, and about as many tokens in
-    each, so that a token weighs the same in a short row as in a long one.
-    """
-    batches = []
-    for group in torch.randperm(len(lengths), generator=rng).split(16 * batch_size):
-        group = group[lengths[group].argsort()]
-        tokens, count = lengths[group].cumsum(0), -(-len(group) // batch_size)
-        batches += group.split(((tokens - 1) * count // tokens[-1]).bincount().tolist())
-    return [batches[i] for i in torch.randperm(len(batches), generator=rng)]
-
-
-def train_scorer(rows, vocab_size, steps, width=256, layers=4, heads=4, batch_size=64, lr=1.5e-3, seed=0):
-    """
-    A small GPT-2 of the same tokens, for eval.py. It learns rows up to their first </s>; every other batch has one before the
-    row too, so that it can both score a bare row and begin one by itself.
-    """
-    torch.manual_seed(seed)
-    rng = torch.Generator().manual_seed(seed)
-    rows = torch.from_numpy(rows.astype(np.int64))
-    L = rows.shape[1]
-    rows = torch.cat([torch.full((len(rows), 1), EOS), rows], dim=1)[:, :L]  # </s> text </s> ...
-    lengths = ((rows[:, 1:] != EOS).sum(1) + 2).clamp(max=L)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, n_positions=L, n_embd=width, n_layer=layers, n_head=heads,
-                                       bos_token_id=EOS, eos_token_id=EOS, attn_pdrop=0.0))
-    opt = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda s: min(1, (s + 1) / 100, (steps - s) / (0.6 * steps)))
-    batches = []
-    for step in (bar := tqdm(range(steps), desc="training the scorer", dynamic_ncols=True)):
-        batches = batches or even_batches(lengths, batch_size, rng)
-        where = batches.pop()
-        ids = rows[where, step % 2:lengths[where].max()]
-        scored = torch.arange(1, ids.shape[1]) + step % 2 < lengths[where, None]
-        with autocast(torch.device("cpu")):
-            logits = model(input_ids=ids).logits[:, :-1]
-        loss = F.cross_entropy(logits[scored].float(), ids[:, 1:][scored])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
-        schedule.step()
-        if step % 20 == 0 or step == steps - 1:
-            bar.set_postfix_str(f"loss {loss.item():.3f}")
-    return model.eval()
+from config import ROOT
+from config.machine import pick_device
+from data import EOS
+from data.encoder import load_encoder, load_tokenizer, local_or_repo, one_line, to_ids
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -245,82 +127,37 @@ def write_dataset(folder, train, val, tokenizer, encoder, fingerprint):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# from texts to tokens, in several processes and in constant memory
-
-def plain(tokenizer):
-    """
-    The tokenizer as JSON, without its special tokens: a "</s>" that stands in a text is then spelled like any other text. They are
-    also pieces of the vocabulary, where a newline before them lets no text match: `encode` turns newlines into spaces.
-    """
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    special = {token["content"] for token in state["added_tokens"] if token["special"]}
-    state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
-    if state["model"]["type"] == "Unigram":
-        state["model"]["vocab"] = [["\n" + piece if piece in special else piece, score] for piece, score in state["model"]["vocab"]]
-    return json.dumps(state | dict(truncation=None, padding=None))
-
+# from texts to tokens, in constant memory
 
 def side_of(data, val_share):
     """train or val, by the hash of these bytes alone."""
     return "val" if int.from_bytes(hashlib.sha256(data).digest()[:4], "big") < val_share * 2**32 else "train"
 
 
-def start_worker(state, dtype, end, val_share, own_process=True):
-    global settings
-    if own_process:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer; where the parent dies, so do they
-        threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
-    settings = Tokenizer.from_str(state), dtype, end, val_share
-
-
-def encode(batch):
-    """[(side or None, texts), ...] -> [(side, id arrays or, where one of the texts is empty, None), ...]"""
-    tokenizer, dtype, end, val_share = settings
-    texts = [" ".join(text.split()) for _, row in batch for text in row]  # as T5 does itself: its vocabulary has no newline
-    encoded, first, done = tokenizer.encode_batch_fast(texts, add_special_tokens=False), 0, []
-    for side, row in batch:
-        parts = [np.array(e.ids + end, dtype=dtype) for e in encoded[first:first + len(row)] if e.ids]
-        done.append((side or side_of(texts[first].encode(), val_share), parts if len(parts) == len(row) else None))
-        first += len(row)
-    return done
-
-
-def batches(items, characters=1 << 18):
-    """Lists of consecutive items, of about that many characters each; no more than 1,000 items."""
+def batches(items, characters=1 << 20):
+    """Lists of consecutive items, of about that many characters each; no more than 4,000 items."""
     batch, size = [], 0
     for item in items:
         batch.append(item)
         size += sum(map(len, item[1]))
-        if size >= characters or len(batch) == 1000:
+        if size >= characters or len(batch) == 4000:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
 
 
-def tokenise(items, workers, *state):
-    """`encode` over items, in their order. At most 3 batches a worker are under way, so memory does not grow with the corpus."""
-    if workers == 1:
-        start_worker(*state, own_process=False)
-        for batch in batches(items):
-            yield from encode(batch)
-        return
-    with ProcessPoolExecutor(workers, initializer=start_worker, initargs=state) as pool:
-        pending = collections.deque([pool.submit(encode, [])])  # the workers start before the reader does
-        try:
-            for batch in batches(items):
-                pending.append(pool.submit(encode, batch))
-                while len(pending) > 3 * workers:
-                    yield from pending.popleft().result()
-            while pending:
-                yield from pending.popleft().result()
-        except BrokenProcessPool:
-            sys.exit("a worker process was killed, perhaps for want of memory; try fewer --workers")
+def tokenise(items, tokenizer, dtype, end, val_share):
+    """(side or None, texts) one by one -> (side, id arrays or, where one of the texts is empty, None), each array with `end` at its end."""
+    for batch in batches(items):
+        ids = iter(to_ids(tokenizer, [text for _, texts in batch for text in texts]))
+        for side, texts in batch:
+            parts = [np.array(next(ids) + end, dtype) for _ in texts]
+            yield side or side_of(one_line(texts[0]).encode(), val_share), parts if all(len(part) > len(end) for part in parts) else None
 
 
 def as_they_are(items, vocab_size, dtype, val_share):
-    """`encode` where the rows are lists of token ids already: checked, and not ended."""
+    """The same where token ids stand for the text: checked, and not ended."""
     for number, (_, [ids]) in enumerate(items):
         ids = np.asarray(ids, dtype=np.int64)
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
@@ -332,7 +169,7 @@ def as_they_are(items, vocab_size, dtype, val_share):
 
 def build(args, items, pairs=False, val_share=0.0, total=None, pretokenized=False):
     """
-    The prepared folder args.out, from args.encoder's tokens, by args.workers processes.
+    The prepared folder args.out, from args.encoder's tokens, by args.workers threads.
 
     items     yields (side, (text,)), or (side, (condition, target)) for pairs; the side is "train", "val" or "test", or None: then the
               hash of the (first) text sends val_share of them to val. With pretokenized, token ids stand for the text
@@ -347,7 +184,8 @@ def build(args, items, pairs=False, val_share=0.0, total=None, pretokenized=Fals
     if pretokenized:
         rows = as_they_are(items, len(tokenizer), dtype, val_share)
     else:
-        rows = tokenise(items, args.workers, plain(tokenizer), dtype, [] if pairs else [EOS], val_share)
+        os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # of the tokenizers library, before its first call
+        rows = tokenise(items, tokenizer, dtype, [] if pairs else [EOS], val_share)
     dropped = 0
     try:
         with Files(args.out, dtype, pairs) as files:
@@ -387,7 +225,7 @@ def options(doc, folder, repo=None):
     """The parser of a prepare.py that lies in `folder`; with `repo`, of one that reads that Hugging Face dataset."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encoder", default="t5-small", help="T5 whose tokens to write: repo id or folder like data/docs/t5 (%(default)s)")
-    parser.add_argument("--workers", type=whole, default=os.cpu_count(), help="processes (%(default)s)")
+    parser.add_argument("--workers", type=whole, default=os.cpu_count(), help="threads (%(default)s)")
     parser.add_argument("--out", type=Path, default=folder, help="folder to write instead of the script's own")
     if repo:
         parser.add_argument("--repo", default=repo, help="another repo id, or a folder of Parquet files, with its columns (%(default)s)")

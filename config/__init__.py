@@ -1,0 +1,161 @@
+"""
+The settings of a run: their defaults, and how a config file and then `--key=value` change them.
+
+A config file is plain Python that assigns to some of the names below; config/docs.py is the shortest to read.
+"""
+import difflib
+import re
+import runpy
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]  # of the repository: relative paths of data, encoders and runs start here
+
+
+@dataclass
+class Config:
+    # the run and its data
+    name: str = "docs"             # the run's folder is <out>/<name>
+    out: str = "out"
+    data: str = "data/docs"        # a folder with train.bin, val.bin and meta.json
+    prepare: str = ""              # the script that makes that folder, run when it is missing
+    encoder: str = "t5-small"      # folder or Hugging Face repo id of the frozen T5; its tokenizer lies beside it
+    length: int = 1024             # L, tokens a row
+    cond_length: int = 0           # the condition's share of L at most; data of pairs only
+    init_from: str = ""            # start from these weights: run, file or Hugging Face repo id
+    # the network (Tab. 3)
+    depth: int = 12
+    dim: int = 768
+    heads: int = 12
+    bottleneck: int = 128
+    # the method (Tab. 4)
+    decode_share: float = 0.2      # of the rows: decode
+    self_cond_share: float = 0.4   # of the rows: denoise with self-condition and guidance; the rest: plain denoise
+    t_mean: float = -1.5           # time is sigmoid(N(t_mean, t_std^2))
+    t_std: float = 0.8
+    noise_scale: float = 2.0
+    w_min: float = 0.5             # guidance scales, log-uniform in 1 + w
+    w_max: float = 5.0
+    decode_mean: float = 0.8       # decode rows keep a share sigmoid(N(decode_mean, decode_std^2)) of each embedding
+    decode_std: float = 0.8
+    decode_noise: float = 5.0      # 1 for conditional tasks
+    cond_drop: float = 0.1         # of the rows with a condition: it is hidden, so that sampling can guide by it
+    # sampling, unless sample.py is told otherwise
+    sample_steps: int = 32
+    sample_gamma: float = 1.5
+    sample_w: float = 3.0
+    sample_cfg: float = 1.0
+    # optimisation
+    steps: int = 95_000
+    batch_size: int = 512          # rows a step, over all processes
+    accum: int = 1                 # micro-batches a step in each process
+    lr: float = 0.002              # 0.001 x batch_size / 256
+    warmup: int = 9_500            # steps; then constant
+    clip: float = 1.0              # of the gradient's norm
+    ema: float = 0.9999            # of the weights; less in the first steps
+    seed: int = 0
+    # bookkeeping, in steps
+    log_interval: int = 10
+    val_interval: int = 1000
+    val_rows: int = 256
+    sample_interval: int = 5000
+    sample_rows: int = 4
+    save_interval: int = 1000
+    save_minutes: float = 10.0     # and whenever so many have passed
+    keep: int = 2                  # checkpoints, besides best.pt
+    fresh: bool = False            # start anew; a run that is there is moved aside. As an option: --fresh
+    # machine
+    device: str = "auto"           # cuda, mps or cpu
+    bf16: bool = True              # where the device is good at it
+    compile: bool = True           # where there is a compiler
+    recompute: bool = False        # activations, block by block, in the backward pass: less memory, more work
+    bench: int = 0                 # only so many steps, on random tokens with a random encoder; nothing is read or saved
+
+    def micro_batch(self, processes):
+        """Rows that each of them takes at a time."""
+        if self.batch_size % (processes * self.accum):
+            sys.exit(f"batch_size = {self.batch_size}: not a multiple of {processes} processes x accum = {self.accum}")
+        return self.batch_size // (processes * self.accum)
+
+    def is_due(self, what, step):
+        """Whether it is time after this step to log, val, sample or save; after the last one it is."""
+        return step % getattr(self, f"{what}_interval") == 0 or step == self.steps
+
+
+TYPES = {f.name: f.type for f in fields(Config)}
+FREE = {"name", "out", "prepare", "init_from", "steps", "sample_steps", "sample_gamma", "sample_w", "sample_cfg", "log_interval",
+        "val_interval", "val_rows", "sample_interval", "sample_rows", "save_interval", "save_minutes", "keep", "fresh", "device", "bf16",
+        "compile", "recompute", "bench"}  # settings that a resumed run may change
+MAY_BE_NEGATIVE = {"t_mean", "decode_mean"}
+MAY_BE_ZERO = {"seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cond_length", "cond_drop", "sample_gamma", "sample_cfg", "bench"}
+
+
+def configure(argv, doc=""):
+    """Config from `[FILE.py] [--key=value | --key value]...`; SystemExit with one line on anything else, with doc and defaults on --help."""
+    if {"-h", "--help"} & set(argv):
+        print(doc, "Settings, with their defaults:", *(f"  --{f.name}={f.default}" for f in fields(Config)), sep="\n")
+        sys.exit()
+    argv = [f"{arg}=true" if arg in ("--fresh", "--recompute") else arg for arg in argv]
+    named = argv and not argv[0].startswith("-")
+    given = read_file(argv[0] if named else "config/docs.py") | read_options(argv[1:] if named else argv)
+    for key, value in given.items():
+        if key not in TYPES:
+            near = difflib.get_close_matches(key, TYPES, 1)
+            sys.exit(f"{key}: no such setting" + (f"; did you mean {near[0]}?" if near else "; config/__init__.py lists them"))
+        if TYPES[key] is float and type(value) is int and abs(value) < 1e12:
+            given[key] = float(value)
+        elif type(value) is not TYPES[key]:
+            sys.exit(f"{key} = {value!r}: must be {TYPES[key].__name__}, not {type(value).__name__}")
+    config = Config(**given)
+    check(config)
+    return config
+
+
+def read_file(name):
+    """What a config file assigns, as a dict."""
+    file = Path(name) if Path(name).is_file() else ROOT / name
+    if not file.is_file():
+        sys.exit(f"{file}: no such config file; there are: {', '.join(f'config/{f.name}' for f in config_files())}")
+    try:
+        return {key: value for key, value in runpy.run_path(str(file)).items() if not key.startswith("_")}
+    except Exception as e:
+        sys.exit(f"{file}: {type(e).__name__}: {' '.join(str(e).split())[:200]}")
+
+
+def config_files():
+    return sorted(f for f in ROOT.glob("config/*.py") if f.stem not in ("__init__", "machine", "sampling"))
+
+
+def read_options(args):
+    """`--key=value` and `--key value` as a dict, each value of its setting's type."""
+    given, args = {}, iter(args)
+    for arg in args:
+        key, eq, text = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--"):
+            sys.exit(f"{arg}: expected --key=value")
+        key = key.replace("-", "_")
+        if not eq and (text := next(args, None)) is None:
+            sys.exit(f"--{key}: has no value; write --{key}=value")
+        kind = TYPES.get(key, str)  # a key that does not exist is refused later
+        try:
+            given[key] = (text if kind is str else kind(text.replace("_", "")) if kind is not bool else
+                          {"true": True, "1": True, "false": False, "0": False}[text.lower()])
+        except (ValueError, KeyError):
+            sys.exit(f"--{key}={text}: must be {kind.__name__}")
+    return given
+
+
+def check(config):
+    """SystemExit with one line where a number is out of range or does not fit another."""
+    for key, value in asdict(config).items():
+        if TYPES[key] in (int, float):
+            low, zero = -100 if key in MAY_BE_NEGATIVE else 0, key in MAY_BE_ZERO
+            if not (low < value < 1e9 or value == 0 and zero):
+                sys.exit(f"{key} = {value}: must be {'at least' if zero else 'greater than'} {low}, and below 1e9")
+    if not re.fullmatch(r"\w[\w.-]{0,99}", config.name):
+        sys.exit(f"name = {config.name!r}: must be a plain folder name of letters, digits, '.', '_' and '-'")
+    if config.decode_share + config.self_cond_share >= 1:
+        sys.exit(f"decode_share + self_cond_share = {config.decode_share + config.self_cond_share:g}: must leave room for plain rows, below 1")
+    if config.ema >= 1 or config.w_max < config.w_min:
+        sys.exit(f"ema = {config.ema}, w_min = {config.w_min}, w_max = {config.w_max}: ema must be below 1, w_max at least w_min")

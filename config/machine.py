@@ -1,0 +1,194 @@
+"""
+The machine a run is on: its device and what that is good at, the processes of torchrun, the signals that end a run, and a stopwatch.
+"""
+import re
+import signal
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from model import PREFIX
+
+try:
+    import resource
+except ImportError:  # Windows: how much memory there is in use is then not known
+    resource = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the device
+
+def pick_device(name="auto", index=0):
+    """torch.device by name, or the best there is; `index` picks among several GPUs where the name does not."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        if not re.fullmatch(r"(cpu|mps|cuda(:\d+)?)", name):
+            raise ValueError("no such device")
+        device = torch.device(f"cuda:{index}" if name == "cuda" else name)
+        torch.empty(1, device=device)
+    except Exception as e:
+        sys.exit(f"device = {name}: not usable here ({str(e).splitlines()[0][:80]}); use cpu, cuda or mps")
+    return device
+
+
+def autocast(device, wanted=True):
+    """bfloat16 matrix products where the device is good at them: recent GPUs, CPUs with AVX512-BF16 or AMX."""
+    good = (device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+            or device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()))
+    return torch.autocast(device.type, torch.bfloat16, enabled=bool(wanted and good))
+
+
+def compile_blocks(model, device):
+    """Compiles one block, which serves them all: as fast as the whole, in half of the start-up time. Says so where there is no compiler."""
+    try:
+        torch.compile(lambda a: a * 2 + 1)(torch.ones(8, device=device))
+    except Exception as e:
+        print0(f"torch.compile does not work here ({type(e).__name__}: {str(e).splitlines()[0][:80]}): running eagerly")
+        return False
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the processes: one, or those that torchrun started
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def print0(text):
+    """Prints in the first process only."""
+    if rank() == 0:
+        print(text, flush=True)
+
+
+def max_over_processes(value):
+    """The greatest of all processes' whole numbers, on the CPU: no wait for the GPU."""
+    greatest = torch.tensor(int(value))
+    if dist.is_initialized():
+        dist.all_reduce(greatest, dist.ReduceOp.MAX)
+    return int(greatest)
+
+
+class StopSignal:
+    """
+    Ctrl-C and SIGTERM, within a `with`. As long as there is nothing to finish they raise KeyboardInterrupt; once `finish_step` is set they
+    only set `seen`, for the loop to end after the step it is in, and a second Ctrl-C ends the process at once.
+    """
+
+    def __init__(self):
+        self.finish_step = self.seen = False
+
+    def __enter__(self):
+        self.before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def handle(self, number, _):
+        if not self.finish_step:
+            raise KeyboardInterrupt
+        self.seen = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# where the time goes
+
+class Clock:
+    """
+    Where the time of a step goes. It runs in some of the steps only, for on a GPU it waits for the end of each part. The training loop
+    says where a step starts, and where its gradient and its optimisers end; hooks on encoder and network tell the parts between.
+    """
+
+    def __init__(self, device, model, encoder, step):
+        self.device, self.parts, self.steps, self.asked = device, None, [], (time.monotonic(), step)
+        encoder.encoder.embed_tokens.register_forward_pre_hook(lambda *_: self.lap("data"))
+        encoder.encoder.final_layer_norm.register_forward_hook(lambda *_: self.lap("encoder"))
+        model.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("gradient"))
+        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("no-grad"))
+
+    def now(self):
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def start(self):
+        self.parts, self.last = dict.fromkeys(("data", "encoder", "no-grad", "gradient", "optimiser"), 0.0), self.now()
+
+    def lap(self, part):
+        if self.parts is not None:
+            before, self.last = self.last, self.now()
+            self.parts[part] += self.last - before
+
+    def stop(self):
+        if self.parts is not None:
+            self.steps.append(self.parts)
+            self.parts = None
+
+    def rate(self, step):
+        """Steps a second since this was last asked."""
+        before, self.asked = self.asked, (time.monotonic(), step)
+        return (step - before[1]) / (self.asked[0] - before[0])
+
+    def report(self, tokens, flops, bf16):
+        """One line on the median step: of so many tokens and floating-point operations in matrix products."""
+        step = float(np.median([sum(parts.values()) for parts in self.steps]))
+        a, times = torch.randn(2048, 2048, device=self.device), []
+        with autocast(self.device, bf16):
+            a = a.to((a @ a).dtype)
+        for _ in range(6):
+            start = self.now()
+            a @ a
+            times.append(self.now() - start)
+        peak = 2 * 2048**3 / min(times)
+        memory = (torch.cuda.max_memory_allocated() if self.device.type == "cuda" else
+                  resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) if resource else 0)
+        shares = ", ".join(f"{part} {np.median([parts[part] for parts in self.steps]) / step:.0%}" for part in self.steps[0])
+        return (f"median step {1000 * step:,.0f} ms, {tokens / step:,.0f} tokens/s; matrix products {flops / 1e9:,.0f} GFLOP, "
+                f"{flops / step / peak:.0%} of the {peak / 1e9:,.0f} GFLOP/s measured here; peak memory {memory / 1e9:.1f} GB; {shares}")
+
+
+def step_work(model, encoder, config):
+    """Floating-point operations in the matrix products of one optimiser step of all processes."""
+    micro_batches, B = world_size() * config.accum, config.micro_batch(world_size())
+    rows = matrix_work(model, encoder, B, config.length, round(B * config.decode_share), round(B * config.self_cond_share))
+    return micro_batches * rows + sum(newton_schulz_work(param) for param in model.parameters() if param.ndim == 2)
+
+
+def matrix_work(model, encoder, B, L, n_dec, n_sc):
+    """
+    Floating-point operations in the matrix products of one micro-batch: the encoder's on B rows, the network's on the n_sc that it sees
+    twice, and three times its forward's (a backward is two) on all.
+    """
+    sizes, t5, P = model.config, encoder.config, L + PREFIX
+
+    def size(*modules):
+        return sum(param.numel() for module in modules for param in module.parameters() if param.ndim == 2)
+
+    trunk = 2 * L * size(model.in_proj, model.bottleneck) + 2 * P * size(model.blocks) + 4 * sizes.depth * P**2 * sizes.dim  # one row
+    denoise, unembed = 2 * L * size(model.denoise), 2 * L * size(model.unembed)
+    frozen = B * (2 * L * size(encoder.encoder.block) + 4 * t5.num_layers * L**2 * t5.num_heads * t5.d_kv)
+    return frozen + n_sc * (trunk + denoise) + 3 * (B * trunk + (B - n_dec) * denoise + n_dec * unembed)
+
+
+def newton_schulz_work(matrix):
+    """Floating-point operations of Muon's `orthogonal` on one matrix of this shape."""
+    m, n = sorted(matrix.shape)
+    return 8 * m**2 * n + 28 * m**3

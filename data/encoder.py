@@ -1,0 +1,126 @@
+"""The frozen T5 and its tokenizer: from texts to token ids, and from these to the clean embeddings x that ELF learns to denoise."""
+import functools
+import json
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from config import ROOT
+from config.machine import barrier, print0, rank
+from data.rows import RandomRows, Rows, open_data
+
+
+def local_or_repo(name):
+    """A folder relative to this repository where there is one, else the name as it is, for the Hugging Face hub."""
+    return str(ROOT / name) if (ROOT / name).is_dir() else str(name)
+
+
+def from_pretrained(kind, name, what="encoder"):
+    """kind.from_pretrained(name), or one line that says why not."""
+    try:
+        return kind.from_pretrained(local_or_repo(name))
+    except Exception as e:
+        sys.exit(f"{what} = {name}: neither a folder here nor fetched from the Hugging Face hub ({type(e).__name__}); "
+                 "check the name and the network")
+
+
+def load_tokenizer(name):
+    from transformers import AutoTokenizer
+    return from_pretrained(AutoTokenizer, name)
+
+
+def load_encoder(name, device="cpu"):
+    from transformers import T5EncoderModel
+    return from_pretrained(T5EncoderModel, name).to(device).eval().requires_grad_(False)
+
+
+def one_line(text):
+    """As T5 does itself: its vocabulary has no newline."""
+    return " ".join(text.split())
+
+
+def to_ids(tokenizer, texts):
+    """Texts -> lists of token ids. All white space is one space; a "</s>" that stands in a text is spelled like any other text."""
+    return [encoding.ids for encoding in plain(tokenizer).encode_batch_fast([one_line(text) for text in texts], add_special_tokens=False)]
+
+
+@functools.lru_cache(maxsize=2)
+def plain(tokenizer):
+    """
+    The tokenizers.Tokenizer inside, without its special tokens. They are also pieces of the vocabulary, where a newline before them lets
+    no text match.
+    """
+    from tokenizers import Tokenizer
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    special = {token["content"] for token in state["added_tokens"] if token["special"]}
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["special"]]
+    if state["model"]["type"] == "Unigram":
+        state["model"]["vocab"] = [["\n" + piece if piece in special else piece, score] for piece, score in state["model"]["vocab"]]
+    return Tokenizer.from_str(json.dumps(state | dict(truncation=None, padding=None)))
+
+
+def condition_mask(n_cond, L):
+    """(B, L, 1) bool: which positions of rows of L hold the condition, the first n_cond (B,) of each."""
+    return (torch.arange(L, device=n_cond.device) < n_cond[:, None])[..., None]
+
+
+@torch.no_grad()
+def embed(encoder, ids, x_mean, x_std, cond_mask=None, drop=None):
+    """
+    Clean embeddings x (B, L, E), float32, of tokens ids (B, L), at mean 0 and unit scale.
+
+    cond_mask  (B, L, 1) bool  a condition sees only itself, whatever follows it; the target sees both
+    drop       (B,) bool       rows whose condition is hidden: the target does not see it, and its own x is 0
+    """
+    if cond_mask is None:
+        return (encoder(input_ids=ids).last_hidden_state.float() - x_mean) / x_std
+    if drop is None:
+        drop = torch.zeros_like(cond_mask[:, 0, 0])
+    query, key, drop = cond_mask, cond_mask.mT, drop[:, None, None]
+    seen = torch.where(key, query | ~drop, ~query)  # (B, L, L)
+    # The encoder's own forward takes no such mask in every version of transformers; its blocks do, as a position bias.
+    stack, L = encoder.encoder, ids.shape[1]
+    bias = stack.block[0].layer[0].SelfAttention.compute_bias(L, L).masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
+    h = stack.embed_tokens(ids)
+    for block in stack.block:
+        h = block(h, position_bias=bias)
+        h = h if torch.is_tensor(h) else h[0]
+    x = (stack.final_layer_norm(h).float() - x_mean) / x_std
+    return x.masked_fill(cond_mask & drop, 0.0)
+
+
+@dataclass
+class Data:
+    """A run's rows, and what turns them into x."""
+    train: Rows
+    val: Rows
+    tokenizer: object
+    encoder: torch.nn.Module    # frozen
+    x_mean: torch.Tensor        # of its output: a number, or one per channel
+    x_std: torch.Tensor
+    meta: dict                  # as in meta.json
+
+
+def load_data(config, device):
+    """The Data that config names, prepared first where they are not there yet. For --bench random ones, which need neither data nor network."""
+    if config.bench:
+        from transformers import T5Config, T5EncoderModel
+        print0(f"bench: random tokens, and a random encoder of the shape of {config.encoder}")
+        local = (ROOT / config.encoder / "config.json").is_file()
+        shape = T5Config.from_pretrained(ROOT / config.encoder) if local else T5Config(vocab_size=32100)  # t5-small's
+        train = val = RandomRows(shape.vocab_size, config.length, config.cond_length)
+        tokenizer, encoder = range(shape.vocab_size), T5EncoderModel(shape).to(device).eval().requires_grad_(False)
+        meta = dict(x_mean=0.0, x_std=0.2, fingerprint="random")
+    else:
+        if rank() == 0:
+            open_data(config.data, config.length, config.cond_length, config.encoder, config.prepare)
+        barrier()
+        train, val, meta = open_data(config.data, config.length, config.cond_length, config.encoder)
+        tokenizer, encoder = load_tokenizer(config.encoder), load_encoder(config.encoder, device)
+        if len(tokenizer) != meta["vocab_size"]:
+            sys.exit(f"encoder = {config.encoder}: has {len(tokenizer)} tokens, and {config.data} was prepared with {meta['vocab_size']}; prepare it again")
+    x_mean, x_std = (torch.tensor(meta[key], device=device) for key in ("x_mean", "x_std"))
+    if x_mean.numel() not in (1, encoder.config.d_model):
+        sys.exit(f"{config.data}/meta.json: x_mean has {x_mean.numel()} channels, encoder {config.encoder} has {encoder.config.d_model}; prepare it again")
+    return Data(train, val, tokenizer, encoder, x_mean, x_std, meta)

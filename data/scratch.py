@@ -1,0 +1,123 @@
+"""A tokenizer, a small T5 encoder and a small scorer made from scratch, where the released ones cannot be had."""
+import json
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+from config.machine import autocast
+from data import EOS
+from data.encoder import to_ids
+
+PAD, UNK, MASK = 0, 2, 3  # and EOS, 1
+SPECIAL = ["<pad>", "</s>", "<unk>", "<extra_id_0>"]
+
+
+def train_tokenizer(texts, vocab_size):
+    """
+    A T5-style unigram tokenizer learned from texts. The trainer adds numbers up in no fixed order, so its scores are rounded and its
+    pieces sorted: the same texts give the same tokens.
+    """
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=vocab_size, special_tokens=SPECIAL,
+                                                                 unk_token="<unk>", show_progress=False))
+    pieces = json.loads(tokenizer.to_str())["model"]["vocab"][len(SPECIAL):]
+    pieces = sorted(((piece, round(score, 6)) for piece, score in pieces), key=lambda entry: (-entry[1], entry[0]))
+    tokenizer.model = models.Unigram([(piece, 0.0) for piece in SPECIAL] + pieces, unk_id=UNK)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
+                                   additional_special_tokens=["<extra_id_0>"])
+
+
+def to_rows(tokenizer, texts, length):
+    """Texts of fewer than `length` tokens as rows (n, length) uint16, each ended and padded with </s>; longer ones are dropped."""
+    ids = (t for t in to_ids(tokenizer, texts) if 0 < len(t) < length)
+    return np.array([t + [EOS] * (length - len(t)) for t in ids], dtype=np.uint16).reshape(-1, length)
+
+
+def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, lr=3e-3, mask_share=0.3, seed=0):
+    """
+    A T5 encoder trained from scratch to predict masked tokens: a stand-in for the T5 objective, which would need a decoder.
+
+    rows      (n, L) tokens; masks fall on text, never on the </s> that pads
+    returns   T5EncoderModel; the loss of its last steps is on the bar
+    """
+    torch.manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
+    rows = torch.from_numpy(rows.astype(np.int64))
+    encoder = T5EncoderModel(T5Config(vocab_size=vocab_size, d_model=width, d_kv=width // heads, d_ff=4 * width, num_layers=layers,
+                                      num_heads=heads, dropout_rate=0.0, pad_token_id=PAD, eos_token_id=EOS))
+    head = torch.nn.Linear(width, vocab_size)
+    matrices = [p for n, p in encoder.named_parameters() if n.startswith("encoder.block") and p.ndim == 2 and "bias" not in n]
+    rest = [p for p in [*encoder.parameters(), *head.parameters()] if all(p is not m for m in matrices)]
+    opts = [torch.optim.Muon(matrices, 3 * lr, weight_decay=0.0), torch.optim.Adam(rest, lr=lr, fused=True)]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(opt, lambda s: min(1, (s + 1) / 200, (steps - s) / (0.3 * steps))) for opt in opts]
+    masks = max(1, int(mask_share * (rows != EOS).float().mean() * batch_size * rows.shape[1]))  # the same number every step
+    order = torch.empty(0, dtype=torch.long)
+    for step in (bar := tqdm(range(steps), desc="training the encoder", dynamic_ncols=True)):
+        while len(order) < batch_size:
+            order = torch.cat([order, torch.randperm(len(rows), generator=rng)])
+        ids, order = rows[order[:batch_size]], order[batch_size:]
+        where = (torch.rand(ids.shape, generator=rng) * (ids != EOS)).flatten().topk(masks).indices
+        masked = ids.flatten().index_fill(0, where, MASK).view_as(ids)
+        with autocast(torch.device("cpu")):
+            hidden = encoder(input_ids=masked).last_hidden_state.flatten(0, 1)
+            loss = F.cross_entropy(head(hidden[where]).float(), ids.flatten()[where])
+        loss.backward()
+        for opt, schedule in zip(opts, schedules):
+            opt.step()
+            opt.zero_grad()
+            schedule.step()
+        if step % 20 == 0 or step == steps - 1:
+            bar.set_postfix_str(f"masked-token loss {loss.item():.3f}")
+    return encoder.eval()
+
+
+def even_batches(lengths, batch_size, rng):
+    """
+    All rows once, in batches of about batch_size: rows of like length together, which halves the work, and about as many tokens in
+    each, so that a token weighs the same in a short row as in a long one.
+    """
+    batches = []
+    for group in torch.randperm(len(lengths), generator=rng).split(16 * batch_size):
+        group = group[lengths[group].argsort()]
+        tokens, count = lengths[group].cumsum(0), -(-len(group) // batch_size)
+        batches += group.split(((tokens - 1) * count // tokens[-1]).bincount().tolist())
+    return [batches[i] for i in torch.randperm(len(batches), generator=rng)]
+
+
+def train_scorer(rows, vocab_size, steps, width=256, layers=4, heads=4, batch_size=64, lr=1.5e-3, seed=0):
+    """
+    A small GPT-2 of the same tokens, for eval.py. It learns rows up to their first </s>; every other batch has one before the
+    row too, so that it can both score a bare row and begin one by itself.
+    """
+    torch.manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
+    rows = torch.from_numpy(rows.astype(np.int64))
+    L = rows.shape[1]
+    rows = torch.cat([torch.full((len(rows), 1), EOS), rows], dim=1)[:, :L]  # </s> text </s> ...
+    lengths = ((rows[:, 1:] != EOS).sum(1) + 2).clamp(max=L)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, n_positions=L, n_embd=width, n_layer=layers, n_head=heads,
+                                       bos_token_id=EOS, eos_token_id=EOS, attn_pdrop=0.0))
+    opt = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda s: min(1, (s + 1) / 100, (steps - s) / (0.6 * steps)))
+    batches = []
+    for step in (bar := tqdm(range(steps), desc="training the scorer", dynamic_ncols=True)):
+        batches = batches or even_batches(lengths, batch_size, rng)
+        where = batches.pop()
+        ids = rows[where, step % 2:lengths[where].max()]
+        scored = torch.arange(1, ids.shape[1]) + step % 2 < lengths[where, None]
+        with autocast(torch.device("cpu")):
+            logits = model(input_ids=ids).logits[:, :-1]
+        loss = F.cross_entropy(logits[scored].float(), ids[:, 1:][scored])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+        if step % 20 == 0 or step == steps - 1:
+            bar.set_postfix_str(f"loss {loss.item():.3f}")
+    return model.eval()
