@@ -174,7 +174,7 @@ class State:
     """What a checkpoint keeps of a run."""
     folder: Path
     settings: dict          # those of its config, and its data's x_mean, x_std and fingerprint
-    machine: dict           # what the noise depends on besides the seed
+    machine: dict           # as config.machine.describe has it
     model: ELF
     ema: list               # of the weights, in the order of model.parameters()
     optimizers: list
@@ -263,7 +263,8 @@ def restore(state):
         try:
             old = read(file)
             step, best, machine = int(old["step"]), float(old.get("best", np.inf)), old.get("machine", state.machine)
-            free = FREE | ({"accum"} if machine != state.machine else set())
+            other_noise = any(machine[key] != state.machine[key] for key in ("processes", "device"))
+            free = FREE | ({"accum"} if other_noise else set())
             changed = [f"{k} {old['settings'].get(k)!r:.50} -> {v!r:.50}" for k, v in state.settings.items()
                        if k not in free and old["settings"].get(k) != v]
             if not changed:
@@ -279,7 +280,8 @@ def restore(state):
             sys.exit(f"{state.folder}: holds a run with other settings ({', '.join(changed)}); give this one another --name, or move that "
                      "one aside with --fresh")
         if machine != state.machine:
-            print0(f"{file}: from {machine}, goes on with {state.machine}: the same weights and place in the data, but other noise from here on")
+            print0(f"{file}: from {machine}, goes on with {state.machine}: the same weights and place in the data, but other "
+                   f"{'noise' if other_noise else 'rounding'} from here on")
         state.step, state.best = step, best
         return
     if files:

@@ -8,7 +8,6 @@ Scores generated text: Gen. PPL and entropy as in Tab. 6 and 7, repetition, dive
 
 Prints a table and appends one line to results.jsonl.
 """
-import argparse
 import json
 import math
 import sys
@@ -25,10 +24,10 @@ from tqdm import tqdm
 from checkpoint import load, newest_run
 from config import ROOT, sampling
 from config.machine import autocast, pick_device
-from data.encoder import from_pretrained, load_encoder, load_tokenizer, to_ids
+from data.encoder import from_pretrained, load_encoder, load_tokenizer, to_ids, to_text
 from data.rows import open_data
 from data.texts import read_samples
-from sample import sample_texts, to_text
+from sample import sample_texts
 
 
 @dataclass
@@ -209,24 +208,6 @@ def print_table(results, beside):
     return means
 
 
-def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("samples", nargs="?", help=".jsonl file of sample.py --out")
-    parser.add_argument("--ckpt", help="instead: sample from this run, file or repo id (default: the newest run under out/)")
-    sampling.add_arguments(parser)
-    parser.add_argument("--n", type=int, default=1000, help="samples a seed (default 1000)")
-    parser.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, ...: the table gives mean ± standard error")
-    parser.add_argument("--real", type=int, metavar="N", help="score N real validation rows of the run's data instead")
-    parser.add_argument("--ar", action="store_true", help="the scorer writes the samples; it does not score itself")
-    parser.add_argument("--scorer", help="causal LM: path or repo id (default: data/docs/scorer for runs on data/docs, else gpt2-large)")
-    parser.add_argument("--results", default="results.jsonl", help="one line is appended to this file")
-    parser.add_argument("--device", default="auto")
-    args = sampling.parse(parser, argv)
-    if bool(args.samples) + bool(args.real) + args.ar > 1 or args.samples and (args.ckpt or args.seeds > 1):
-        parser.error("one thing at a time: a samples file, --ckpt with or without --real N, or --ar")
-    return args
-
-
 def scorer_name(given, data):
     """The scorer to use for a run on the folder `data`, or None: the one given, the data's own, that of data/docs, or the paper's."""
     own = f"{data}/scorer"
@@ -238,7 +219,7 @@ def scorer_name(given, data):
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
+    args = sampling.eval_arguments(argv, __doc__)
     try:
         results_file = open(args.results, "a")
     except OSError as e:

@@ -6,7 +6,6 @@ Text from a trained ELF: noise, Euler steps towards the clean embeddings, one de
     python sample.py --ckpt embedded-language-flows/ELF-B-owt-torch --steps 32
     python sample.py --ckpt out/docs_cond --cond "def load_image(path)"    # or a .txt, or a .jsonl
 """
-import argparse
 import functools
 import sys
 import time
@@ -18,8 +17,7 @@ from tqdm import tqdm
 from checkpoint import load, newest_run
 from config import sampling
 from config.machine import autocast, pick_device
-from data import EOS
-from data.encoder import condition_mask, embed, load_encoder, load_tokenizer, to_ids
+from data.encoder import embed_conditions, load_encoder, load_tokenizer, to_ids, to_text
 from data.texts import read_conditions, refuse_to_overwrite, write_jsonl
 from model import velocity
 
@@ -129,41 +127,16 @@ def sample_texts(model, settings, tokenizer, n=4, length=None, conditions=None, 
     return [to_text(tokenizer, row, first, most) for row, first in zip(tokens, n_cond)]
 
 
-def embed_conditions(encoder, conditions, length, settings, rows):
-    """cond_mask (B, L, 1) and x_cond (B, L, E) of these rows' conditions, lists of token ids."""
-    conditions, device = conditions[rows], encoder.device
-    ids = torch.tensor([condition + [EOS] * (length - len(condition)) for condition in conditions], device=device)
-    cond_mask = condition_mask(torch.tensor([len(condition) for condition in conditions], device=device), length)
-    x_mean, x_std = (torch.tensor(settings[key], device=device) for key in ("x_mean", "x_std"))
-    return cond_mask, embed(encoder, ids, x_mean, x_std, cond_mask)
-
-
-def to_text(tokenizer, row, n_cond=0, most=None):
-    """One row of token ids as text: what follows its condition, cut at the first </s>, of at most `most` tokens."""
-    row = row.tolist()[n_cond:][:most]
-    return tokenizer.decode(row[:row.index(EOS)] if EOS in row else row)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the program
 
-def parse_arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ckpt", help="run folder, checkpoint file or Hugging Face repo id (default: the newest run under out/)")
-    sampling.add_arguments(parser)
-    parser.add_argument("--n", type=int, help="samples (default 4, or one for each line of --cond FILE)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--length", type=int, help="tokens a sample (default: as trained)")
-    parser.add_argument("--cond", help="condition: a text, a .txt file of one a line, or a .jsonl file of `input` (and `output`)")
-    parser.add_argument("--out", help="write the samples to this .jsonl file instead of the terminal")
-    parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
-    parser.add_argument("--trace", action="store_true", help="print what x_pred of the first sample decodes to at every step (Fig. 17)")
-    parser.add_argument("--device", default="auto")
-    return sampling.parse(parser, argv)
+def print_step(model, tokenizer, w, n_cond, t, x_pred):
+    """What x_pred (B, L, E) of the first row decodes to (Fig. 17)."""
+    tqdm.write(f"t = {t:.3f}  {to_text(tokenizer, decode(model, x_pred[:1].float(), w)[0], n_cond)}")
 
 
 def main(argv=None):
-    args = parse_arguments(argv)
+    args = sampling.sample_arguments(argv, __doc__)
     if args.out is not None:
         refuse_to_overwrite("--out", args.out, args.force)
     ckpt, device = args.ckpt or newest_run(), pick_device(args.device)
@@ -183,13 +156,10 @@ def main(argv=None):
         records = read_conditions(args.cond, args.n)
         given = dict(conditions=to_ids(tokenizer, [record["cond"] for record in records]), encoder=load_encoder(settings["encoder"], device))
     print(f"{ckpt}: {len(records)} samples of {length} tokens, {used}", file=sys.stderr)
-
-    def trace(t, x_pred):
-        first = len(given["conditions"][0][:settings["cond_length"]]) if given else 0
-        tqdm.write(f"t = {t:.3f}  {to_text(tokenizer, decode(model, x_pred[:1].float(), used['w'])[0], first)}")
-
+    n_cond = len(given["conditions"][0][:settings["cond_length"]]) if given else 0
+    trace = functools.partial(print_step, model, tokenizer, used["w"], n_cond) if args.trace else None
     start = time.time()
-    texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, progress=True, on_step=trace if args.trace else None)
+    texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, progress=True, on_step=trace)
     seconds = time.time() - start
     print(f"{len(texts) * length / seconds:,.0f} tokens/s, {1000 * seconds / used['steps']:.1f} ms a step", file=sys.stderr)
     if args.out is None:

@@ -32,10 +32,10 @@ from checkpoint import load
 from config import Config, config_files, configure
 from config.machine import compile_blocks, matrix_work, newton_schulz_work
 from data.docs import prepare
-from data.encoder import condition_mask, embed, load_encoder, load_tokenizer
+from data.encoder import condition_mask, embed, embed_conditions, load_encoder, load_tokenizer, to_text
 from data.rows import open_data
 from model import ELF, PREFIX, ELFConfig, rotary_table, rotate
-from sample import decode, embed_conditions, flow, sample, seeded, time_grid, to_text
+from sample import decode, flow, sample, seeded, time_grid
 from sample import main as sample_main
 
 ROOT = Path(__file__).resolve().parent
@@ -619,8 +619,7 @@ print("kills:", kills)
 
 
 def program(*command, **kw):
-    return subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"}, **kw)
+    return subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, **kw)
 
 
 def test_killed_twenty_times(docs, tmp_path):

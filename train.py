@@ -24,12 +24,11 @@ from tqdm import tqdm
 
 from checkpoint import State, locked, record, resume
 from config import ROOT, configure
-from config.machine import (Clock, StopSignal, autocast, barrier, compile_blocks, max_over_processes, pick_device, print0, rank,
-                            step_work, world_size)
-from data.encoder import condition_mask, embed, load_data
+from config.machine import Clock, StopSignal, autocast, barrier, compile_blocks, describe, max_over_processes, pick_device, print0, rank, world_size
+from data.encoder import condition_mask, embed, load_data, to_text
 from data.rows import batch_rows
 from model import ELF, ELFConfig, velocity
-from sample import sample_texts, seeded, to_text
+from sample import sample_texts, seeded
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -69,9 +68,9 @@ def losses(model, x, ids, cond_mask, kinds, t, w, eps, p, noise_scale, decode_no
     denoise = slice(sc.start, plain.stop)
     t = torch.cat([torch.ones_like(t[decode]), t[denoise]])
     t3 = t[:, None, None]                                                                   # broadcasts to (B, L, E)
-    z = torch.cat([p * x[decode] + (1 - p) * decode_noise * eps[decode],                    # Alg. 4: each token its own p
-                   t3[denoise] * x[denoise] + (1 - t3[denoise]) * noise_scale * eps[denoise]])    # Alg. 3: each row its own t
-    x_sc = torch.zeros_like(x)
+    z_decode = p * x[decode] + (1 - p) * decode_noise * eps[decode]                         # Alg. 4: each token its own p
+    z_denoise = t3[denoise] * x[denoise] + (1 - t3[denoise]) * noise_scale * eps[denoise]   # Alg. 3: each row its own t
+    z, x_sc = torch.cat([z_decode, z_denoise]), torch.zeros_like(x)
     for y in (z, x_sc):                                                                     # denoising keeps a condition clean
         y[denoise] = torch.where(cond_mask[denoise], x[denoise], y[denoise])
 
@@ -201,6 +200,7 @@ def train_step(net, state, data, config, clock):
     One optimiser step: the mean gradient of all micro-batches, clipped; Muon and Adam; the moving average of the weights.
     returns   loss, mse and ce of this process' last micro-batch, and the norm of the gradient
     """
+    clock.start(state.step)
     B, params = config.micro_batch(world_size()), list(state.model.parameters())
     order = batch_rows(len(data.train), state.step, config.batch_size, config.seed)
     for micro in range(config.accum):
@@ -218,7 +218,7 @@ def train_step(net, state, data, config, clock):
         opt.step()
         opt.zero_grad()
     torch._foreach_lerp_(state.ema, [param.detach() for param in params], 1 - min(config.ema, state.step / (state.step + 9)))
-    clock.lap("optimiser")
+    clock.stop("optimiser")
     (ce, _), (mse_sc, _), (mse_plain, _) = parts
     return dict(loss=loss.detach(), mse=torch.cat([mse_sc, mse_plain]).mean().detach(), ce=ce.mean().detach()), norm
 
@@ -226,15 +226,12 @@ def train_step(net, state, data, config, clock):
 def train(state, data, config, stop):
     """The steps that are left. Returns None, or the line that says why the run failed."""
     net = DistributedDataParallel(state.model) if world_size() > 1 else state.model
-    device, start, saved_step, saved_at = data.encoder.device, state.step, state.step, time.monotonic()
-    clock, stop.finish_step = Clock(device, state.model, data.encoder, start), world_size() > 1
-    bad = torch.zeros((), dtype=torch.int64, device=device)  # the first step whose gradient is not finite: the same in all processes
-    with tqdm(total=config.steps, initial=start, disable=rank() > 0, dynamic_ncols=True) as bar:
+    clock, stop.finish_step = Clock(state.model, data.encoder, config, state.step), world_size() > 1
+    bad = torch.zeros((), dtype=torch.int64, device=data.encoder.device)  # the first step whose gradient is not finite, in all processes
+    saved_step, saved_at = state.step, time.monotonic()
+    with tqdm(total=config.steps, initial=state.step, disable=rank() > 0, dynamic_ncols=True) as bar:
         while state.step < config.steps:
-            if state.step - start >= 2 and (config.bench or state.step % config.log_interval == 0):  # the first two compile, and fill caches
-                clock.start()
             figures, norm = train_step(net, state, data, config, clock)
-            clock.stop()
             bad = torch.where((bad == 0) & ~norm.isfinite(), state.step, bad)
             bar.update()
             if config.bench:
@@ -247,7 +244,7 @@ def train(state, data, config, stop):
                         "try a smaller --lr or a longer --warmup")
             if rank() == 0:
                 try:
-                    if record(state, look(state, data, config, figures, clock, bar), saving, config.keep):
+                    if record(state, observe(state, data, config, figures, clock, bar), saving, config.keep):
                         saved_step = state.step
                 except (OSError, RuntimeError) as e:
                     unsaved = f"step {state.step}: not saved ({' '.join(str(e).split())[:100]}); what was saved before is kept: free some disk space"
@@ -256,8 +253,7 @@ def train(state, data, config, stop):
                 saved_at = time.monotonic()
             if asked == 2:
                 break
-    if clock.steps:
-        print0(clock.report(config.batch_size * config.length, step_work(state.model, data.encoder, config), config.bf16))
+    clock.report()
     if rank() == 0 and saved_step < state.step and not config.bench:
         return f"{unsaved}; the same command goes on from step {saved_step}"
     if state.step < config.steps:
@@ -292,22 +288,23 @@ def begin(config, data, folder):
     torch.manual_seed(config.seed)
     model = ELF(ELFConfig(config.depth, config.dim, config.heads, data.encoder.config.d_model, len(data.tokenizer), config.bottleneck)).to(device)
     settings = asdict(config) | {key: data.meta[key] for key in ("x_mean", "x_std", "fingerprint")}
-    state = State(folder, settings, dict(processes=world_size(), device=device.type), model,
+    state = State(folder, settings, describe(config, device), model,
                   [param.detach().clone() for param in model.parameters()], optimizers(model, config))
     if not config.bench:
         resume(state, config)
     model.recompute = config.recompute
     if config.compile and (config.steps >= 500 or config.bench):  # half a minute, which shorter runs do not earn back
         compile_blocks(model, device)  # a resumed run as its first part, to end as one
-    print0(f"{sum(param.numel() for param in model.parameters()):,} parameters, {len(data.train):,} training rows of {config.length} "
-           f"({data.meta['fingerprint']}), {config.steps} steps of {config.batch_size} rows, {device.type}" + f", from step {state.step} on" * (state.step > 0))
+    size, on = sum(param.numel() for param in model.parameters()), f", from step {state.step} on" * (state.step > 0)
+    print0(f"{size:,} parameters, {len(data.train):,} training rows of {config.length} ({data.meta['fingerprint']}), {config.steps} steps of "
+           f"{config.batch_size} rows, {device.type}{on}")
     return state
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what the loop asks now and then
 
-def look(state, data, config, figures, clock, bar):
+def observe(state, data, config, figures, clock, bar):
     """What is due after this step, for the log: its losses and the speed, the losses on validation rows, samples; {} where nothing is."""
     entry = {}
     if config.is_due("log", state.step):

@@ -42,6 +42,12 @@ def autocast(device, wanted=True):
     return torch.autocast(device.type, torch.bfloat16, enabled=bool(wanted and good))
 
 
+def describe(config, device):
+    """What a run's noise (processes, device) and its rounding (all of it) depend on besides its seed: equal ones end with equal bits."""
+    return dict(processes=world_size(), device=device.type, threads=torch.get_num_threads(), torch=str(torch.__version__),
+                kernels=torch.backends.cpu.get_cpu_capability(), bf16=config.bf16, compile=config.compile)
+
+
 def compile_blocks(model, device):
     """Compiles one block, which serves them all: as fast as the whole, in half of the start-up time. Says so where there is no compiler."""
     try:
@@ -113,12 +119,13 @@ class StopSignal:
 
 class Clock:
     """
-    Where the time of a step goes. It runs in some of the steps only, for on a GPU it waits for the end of each part. The training loop
-    says where a step starts, and where its gradient and its optimisers end; hooks on encoder and network tell the parts between.
+    Where the time of a step goes: of the steps that are logged, but for the first two, which compile and fill caches; of all with --bench.
+    Not of every one, for on a GPU it waits for the end of each part. Hooks on encoder and network tell the parts that do not say so.
     """
 
-    def __init__(self, device, model, encoder, step):
-        self.device, self.parts, self.steps, self.asked = device, None, [], (time.monotonic(), step)
+    def __init__(self, model, encoder, config, step):
+        self.model, self.encoder, self.config, self.device = model, encoder, config, encoder.device
+        self.first, self.asked, self.parts, self.steps = step + 2, (time.monotonic(), step), None, []
         encoder.encoder.embed_tokens.register_forward_pre_hook(lambda *_: self.lap("data"))
         encoder.encoder.final_layer_norm.register_forward_hook(lambda *_: self.lap("encoder"))
         model.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("gradient"))
@@ -129,15 +136,17 @@ class Clock:
             torch.accelerator.synchronize()
         return time.perf_counter()
 
-    def start(self):
-        self.parts, self.last = dict.fromkeys(("data", "encoder", "no-grad", "gradient", "optimiser"), 0.0), self.now()
+    def start(self, step):
+        if step >= self.first and (self.config.bench or step % self.config.log_interval == 0):
+            self.parts, self.last = dict.fromkeys(("data", "encoder", "no-grad", "gradient", "optimiser"), 0.0), self.now()
 
     def lap(self, part):
         if self.parts is not None:
             before, self.last = self.last, self.now()
             self.parts[part] += self.last - before
 
-    def stop(self):
+    def stop(self, part):
+        self.lap(part)
         if self.parts is not None:
             self.steps.append(self.parts)
             self.parts = None
@@ -147,22 +156,25 @@ class Clock:
         before, self.asked = self.asked, (time.monotonic(), step)
         return (step - before[1]) / (self.asked[0] - before[0])
 
-    def report(self, tokens, flops, bf16):
-        """One line on the median step: of so many tokens and floating-point operations in matrix products."""
+    def report(self):
+        """Prints one line on the median step, beside how fast one large matrix product is here."""
+        if not self.steps:
+            return
         step = float(np.median([sum(parts.values()) for parts in self.steps]))
         a, times = torch.randn(2048, 2048, device=self.device), []
-        with autocast(self.device, bf16):
+        with autocast(self.device, self.config.bf16):
             a = a.to((a @ a).dtype)
         for _ in range(6):
             start = self.now()
             a @ a
             times.append(self.now() - start)
-        peak = 2 * 2048**3 / min(times)
+        peak, flops = 2 * 2048**3 / min(times), step_work(self.model, self.encoder, self.config)
         memory = (torch.cuda.max_memory_allocated() if self.device.type == "cuda" else
                   resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) if resource else 0)
         shares = ", ".join(f"{part} {np.median([parts[part] for parts in self.steps]) / step:.0%}" for part in self.steps[0])
-        return (f"median step {1000 * step:,.0f} ms, {tokens / step:,.0f} tokens/s; matrix products {flops / 1e9:,.0f} GFLOP, "
-                f"{flops / step / peak:.0%} of the {peak / 1e9:,.0f} GFLOP/s measured here; peak memory {memory / 1e9:.1f} GB; {shares}")
+        print0(f"median step {1000 * step:,.0f} ms, {self.config.batch_size * self.config.length / step:,.0f} tokens/s; matrix products "
+               f"{flops / 1e9:,.0f} GFLOP, {flops / step / peak:.0%} of the {peak / 1e9:,.0f} GFLOP/s measured here; peak memory "
+               f"{memory / 1e9:.1f} GB; {shares}")
 
 
 def step_work(model, encoder, config):

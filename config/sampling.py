@@ -1,14 +1,48 @@
-"""The settings of a sampler as options, for sample.py and eval.py; those not given are the run's own."""
+"""The options of sample.py and eval.py. The settings of a sampler that they do not give are the run's own."""
+import argparse
+
 RANGES = dict(steps=(1, 10_000), n=(1, 10**7), gamma=(0, 1000), w=(0.01, 100), cfg=(0, 100), seed=(0, 2**32), length=(1, 2**20),
               seeds=(1, 1000), real=(1, 10**7))
 
 
-def add_arguments(parser):
+def sampler_parser(doc):
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, help="Euler steps (default: the run's, else 32)")
     parser.add_argument("--gamma", type=float, help="noise put back at each step; 0 is the ODE (default: the run's, else 1.5)")
     parser.add_argument("--w", type=float, help="guidance scale, trained on 0.5 to 5 (default: the run's, else 3)")
     parser.add_argument("--cfg", type=float, help="guidance by the condition; 1 is none (default: the run's, else 1)")
     parser.add_argument("--schedule", choices=["logit-normal", "uniform"], default="logit-normal", help="of the times")
+    parser.add_argument("--device", default="auto")
+    return parser
+
+
+def sample_arguments(argv, doc):
+    parser = sampler_parser(doc)
+    parser.add_argument("--ckpt", help="run folder, checkpoint file or Hugging Face repo id (default: the newest run under out/)")
+    parser.add_argument("--n", type=int, help="samples (default 4, or one for each line of --cond FILE)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--length", type=int, help="tokens a sample (default: as trained)")
+    parser.add_argument("--cond", help="condition: a text, a .txt file of one a line, or a .jsonl file of `input` (and `output`)")
+    parser.add_argument("--out", help="write the samples to this .jsonl file instead of the terminal")
+    parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
+    parser.add_argument("--trace", action="store_true", help="print what x_pred of the first sample decodes to at every step (Fig. 17)")
+    return parse(parser, argv)
+
+
+def eval_arguments(argv, doc):
+    parser = sampler_parser(doc)
+    parser.add_argument("samples", nargs="?", help=".jsonl file of sample.py --out")
+    parser.add_argument("--ckpt", help="instead: sample from this run, file or repo id (default: the newest run under out/)")
+    parser.add_argument("--n", type=int, default=1000, help="samples a seed (default 1000)")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, ...: the table gives mean ± standard error")
+    parser.add_argument("--real", type=int, metavar="N", help="score N real validation rows of the run's data instead")
+    parser.add_argument("--ar", action="store_true", help="the scorer writes the samples; it does not score itself")
+    parser.add_argument("--scorer", help="causal LM: path or repo id (default: data/docs/scorer for runs on data/docs, else gpt2-large)")
+    parser.add_argument("--results", default="results.jsonl", help="one line is appended to this file")
+    args = parse(parser, argv)
+    if bool(args.samples) + bool(args.real) + args.ar > 1 or args.samples and (args.ckpt or args.seeds > 1):
+        parser.error("one thing at a time: a samples file, --ckpt with or without --real N, or --ar")
+    return args
 
 
 def parse(parser, argv):

@@ -8,6 +8,7 @@ import torch
 
 from config import ROOT
 from config.machine import barrier, print0, rank
+from data import EOS
 from data.rows import RandomRows, Rows, open_data
 
 
@@ -43,6 +44,12 @@ def one_line(text):
 def to_ids(tokenizer, texts):
     """Texts -> lists of token ids. All white space is one space; a "</s>" that stands in a text is spelled like any other text."""
     return [encoding.ids for encoding in plain(tokenizer).encode_batch_fast([one_line(text) for text in texts], add_special_tokens=False)]
+
+
+def to_text(tokenizer, row, n_cond=0, most=None):
+    """One row of token ids as text: what follows its condition, cut at the first </s>, of at most `most` tokens."""
+    row = row.tolist()[n_cond:][:most]
+    return tokenizer.decode(row[:row.index(EOS)] if EOS in row else row)
 
 
 @functools.lru_cache(maxsize=2)
@@ -88,6 +95,15 @@ def embed(encoder, ids, x_mean, x_std, cond_mask=None, drop=None):
         h = h if torch.is_tensor(h) else h[0]
     x = (stack.final_layer_norm(h).float() - x_mean) / x_std
     return x.masked_fill(cond_mask & drop, 0.0)
+
+
+def embed_conditions(encoder, conditions, length, settings, rows):
+    """cond_mask (B, L, 1) and x_cond (B, L, E) of these rows' conditions, lists of token ids."""
+    conditions, device = conditions[rows], encoder.device
+    ids = torch.tensor([condition + [EOS] * (length - len(condition)) for condition in conditions], device=device)
+    cond_mask = condition_mask(torch.tensor([len(condition) for condition in conditions], device=device), length)
+    x_mean, x_std = (torch.tensor(settings[key], device=device) for key in ("x_mean", "x_std"))
+    return cond_mask, embed(encoder, ids, x_mean, x_std, cond_mask)
 
 
 @dataclass
