@@ -4,7 +4,7 @@ What a run leaves on disk, and what comes back from there.
     out/<name>/ckpt_<step>.pt   the newest few checkpoints, each whole or not there
     out/<name>/best.pt          the best by validation
     out/<name>/log.jsonl        one line now and then, without repeats
-    out/<name>/.lock            held by the process that trains there
+    out/<name>.lock             held by the process that trains there, while it does
 
 `load` also reads weights in the reference's format, from a file or the Hugging Face hub.
 """
@@ -18,21 +18,16 @@ import re
 import shutil
 import sys
 import zipfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from config import FREE, ROOT
-from config.machine import max_over_processes, print0, rank
+from config import CHANGEABLE, FREE, ROOT
+from config.machine import compile_blocks, describe, hold, max_over_processes, precision, print0, rank
 from model import ELF, ELFConfig
-
-try:
-    import fcntl
-except ImportError:  # Windows: two runs into one folder are then not noticed
-    fcntl = None
 
 VERSION = 2  # of the format of train.py's checkpoints; in 1, the tokens of the guidance scale were called `scale`
 
@@ -173,7 +168,7 @@ def from_reference(params):
 class State:
     """What a checkpoint keeps of a run."""
     folder: Path
-    settings: dict          # those of its config, and its data's x_mean, x_std and fingerprint
+    settings: dict          # those of its config, x_mean and x_std, and the fingerprints of its data, tokenizer and encoder
     machine: dict           # as config.machine.describe has it
     model: ELF
     ema: list               # of the weights, in the order of model.parameters()
@@ -187,9 +182,11 @@ class State:
         pairs = list(zip(self.model.parameters(), self.ema))
         for param, average in pairs:
             param.data, average.data = average.data, param.data
-        yield self.model
-        for param, average in pairs:
-            param.data, average.data = average.data, param.data
+        try:
+            yield self.model
+        finally:
+            for param, average in pairs:
+                param.data, average.data = average.data, param.data
 
 
 def record(state, entry, saving, keep):
@@ -197,7 +194,8 @@ def record(state, entry, saving, keep):
     A line of the log, and a checkpoint where it is time or where validation is the best so far. Returns whether it saved one.
     raises   OSError, or torch.save's RuntimeError, if it cannot (a full disk)
     """
-    val = 0.8 * entry["val_mse"] + 0.2 * entry["val_ce"] if "val_mse" in entry else np.inf
+    share = state.settings["decode_share"]
+    val = (1 - share) * entry["val_mse"] + share * entry["val_ce"] if "val_mse" in entry else np.inf
     better, best = val < state.best, min(val, state.best)
     if entry:
         append_log(state.folder / "log.jsonl", dict(step=state.step) | entry)
@@ -238,9 +236,28 @@ def save(state, keep, better):
         old.unlink()
 
 
+def begin(config, data, folder, make_optimizers):
+    """The State to start from: the run's newest checkpoint, or else new weights, or those of config.init_from."""
+    device = data.encoder.device
+    torch.manual_seed(config.seed)
+    model = ELF(ELFConfig(config.depth, config.dim, config.heads, data.encoder.config.d_model, len(data.tokenizer), config.bottleneck)).to(device)
+    model.recompute = config.recompute
+    long = config.steps >= 500 or config.bench > 0  # compiling takes half a minute, which shorter runs do not earn back
+    compiled = config.compile and long and compile_blocks(model, device)
+    settings = asdict(config) | {key: data.meta.get(key) for key in ("x_mean", "x_std", "fingerprint", "tokenizer", "encoder_weights")}
+    state = State(folder, settings, describe(device, precision(device, config.bf16) == torch.bfloat16, compiled), model,
+                  [param.detach().clone() for param in model.parameters()], make_optimizers(model, config))
+    if not config.bench:
+        resume(state, config)
+    size, on = sum(param.numel() for param in model.parameters()), f", from step {state.step} on" * (state.step > 0)
+    print0(f"{size:,} parameters, {len(data.train):,} training rows of {config.length} ({data.meta['fingerprint']}), {config.steps} steps of "
+           f"{config.batch_size} rows, {device.type}{on}")
+    return state
+
+
 def resume(state, config):
     """Brings state to where its run stands: its newest checkpoint, or else the weights that config.init_from names. Ends a finished run."""
-    restore(state)
+    changed = restore(state, CHANGEABLE if config.change else set())
     if max_over_processes(state.step) != -max_over_processes(-state.step):
         sys.exit(f"{state.folder}: not the same on all machines; choose an --out that they share")
     if state.step >= config.steps:
@@ -248,15 +265,19 @@ def resume(state, config):
         sys.exit()
     if rank() == 0:
         cut_log(state.folder / "log.jsonl", state.step)
+        if changed:
+            print(f"from step {state.step} on: {', '.join(changed)}", flush=True)
+            append_log(state.folder / "log.jsonl", dict(step=state.step, changed=changed))
     if not state.step and config.init_from:
         start_from(config.init_from, state)
 
 
-def restore(state):
+def restore(state, changeable=()):
     """
     The newest whole checkpoint of state's run into it, if there is one. No random state is in it: noise is drawn from (seed, step, rank,
     micro-batch), the order of the data from (seed, epoch), so that the step alone says how both go on.
-    raises   SystemExit if the run has other settings, or none of its checkpoints is whole
+    returns  what of the changeable settings is other than before, as lines
+    raises   SystemExit if other settings are, or none of its checkpoints is whole
     """
     files = checkpoints(state.folder) + list(state.folder.glob("best.pt"))
     for file in files:
@@ -264,10 +285,10 @@ def restore(state):
             old = read(file)
             step, best, machine = int(old["step"]), float(old.get("best", np.inf)), old.get("machine", state.machine)
             other_noise = any(machine[key] != state.machine[key] for key in ("processes", "device"))
-            free = FREE | ({"accum"} if other_noise else set())
-            changed = [f"{k} {old['settings'].get(k)!r:.50} -> {v!r:.50}" for k, v in state.settings.items()
-                       if k not in free and old["settings"].get(k) != v]
-            if not changed:
+            differ = {key: f"{key} {old['settings'][key]!r:.50} -> {value!r:.50}" for key, value in state.settings.items()
+                      if key not in FREE and old["settings"].get(key, value) != value and not (key == "accum" and other_noise)}
+            refused = [line for key, line in differ.items() if key not in changeable]
+            if not refused:
                 state.model.load_state_dict(old["model"])
                 for average, name in zip(state.ema, state.model.state_dict(), strict=True):
                     average.copy_(old["ema"][name])
@@ -276,16 +297,18 @@ def restore(state):
         except Exception as e:  # a damaged or foreign file fails in as many ways as there are formats
             print0(f"{file}: damaged, or not of train.py ({type(e).__name__}: {' '.join(str(e).split())[:60]}); trying the one before")
             continue
-        if changed:
-            sys.exit(f"{state.folder}: holds a run with other settings ({', '.join(changed)}); give this one another --name, or move that "
-                     "one aside with --fresh")
+        if refused:
+            hint = f"go on from step {step} with --change, " if set(differ) <= CHANGEABLE else ""
+            sys.exit(f"{state.folder}: holds a run with other settings ({', '.join(refused)}); {hint}give this one another --name, or move "
+                     "that one aside with --fresh")
         if machine != state.machine:
             print0(f"{file}: from {machine}, goes on with {state.machine}: the same weights and place in the data, but other "
                    f"{'noise' if other_noise else 'rounding'} from here on")
         state.step, state.best = step, best
-        return
+        return list(differ.values())
     if files:
         sys.exit(f"{state.folder}: none of its {len(files)} checkpoints can be read; move it aside with --fresh, or give this run another --name")
+    return []
 
 
 def start_from(source, state):
@@ -300,28 +323,20 @@ def start_from(source, state):
 
 @contextmanager
 def locked(folder, fresh=False):
-    """Holds a run's folder for this process alone, and makes it; fresh: what was there is kept as <name>.old-1, -2, ..."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a")
-    except OSError as e:
-        sys.exit(f"{folder}: not a folder that can be written ({e.strerror}); choose another --out or --name")
-    with lock:
+    """Makes a run's folder and holds it for this process alone; fresh: what was there is kept as <name>.old-1, -2, ..."""
+    busy = f"{folder}: another process trains there; wait until it ends, or give this run another --name"
+    with ExitStack() as stack:
         try:
-            if fcntl:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
-        except BlockingIOError:
-            sys.exit(f"{folder}: another process trains there; wait until it ends, or give this run another --name")
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(hold(folder.with_name(f"{folder.name}.lock"), functools.partial(sys.exit, busy)))
+            if fresh and any(folder.iterdir()):
+                old = next(old for n in itertools.count(1) if not (old := folder.with_name(f"{folder.name}.old-{n}")).exists())
+                os.rename(folder, old)
+                print(f"{folder}: the run that was there is now {old}")
+                folder.mkdir()
         except OSError as e:
-            print(f"{folder}: cannot be locked ({e.strerror}); see to it that no other process trains there")
-        if not fresh or os.listdir(folder) == [".lock"]:
-            yield
-            return
-        old = next(old for n in itertools.count(1) if not (old := folder.with_name(f"{folder.name}.old-{n}")).exists())
-        os.rename(folder, old)
-        print(f"{folder}: the run that was there is now {old}")
-        with locked(folder):
-            yield
+            sys.exit(f"{folder}: not a folder that can be written ({e.strerror}); choose another --out or --name")
+        yield
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -330,7 +345,8 @@ def locked(folder, fresh=False):
 def cut_log(log, step):
     """Drops from log.jsonl what comes again: the lines of steps after `step`, and one cut short by a kill."""
     lines = log.read_bytes().splitlines(keepends=True) if log.exists() else []
-    kept = [line for line in lines if (m := re.fullmatch(rb'\{"step": (\d+)\b.*\}\n', line)) and int(m[1]) <= step]
+    kept = [line for line in lines if (m := re.fullmatch(rb'\{"step": (\d+)(\b.*)\}\n', line))
+            and (int(m[1]) < step or int(m[1]) == step and not m[2].startswith(b', "changed"'))]
     if len(kept) < len(lines):
         log.with_suffix(".tmp").write_bytes(b"".join(kept))
         os.replace(log.with_suffix(".tmp"), log)

@@ -10,20 +10,22 @@ Prints a table and appends one line to results.jsonl.
 """
 import json
 import math
+import os
+import re
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Callable
 
+from config import ROOT, sampling  # before torch: it says how its threads wait
+
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from checkpoint import load, newest_run
-from config import ROOT, sampling
-from config.machine import autocast, pick_device
+from config.machine import autocast, pick_device, progress, run_program
 from data.encoder import from_pretrained, load_encoder, load_tokenizer, to_ids, to_text
 from data.rows import open_data
 from data.texts import read_samples
@@ -43,7 +45,7 @@ def load_scorer(name, device):
     """The Scorer of this path or repo id."""
     from transformers import AutoModelForCausalLM
     model = from_pretrained(AutoModelForCausalLM, name, "scorer (offline: --scorer data/docs/scorer)").to(device).eval()
-    if name.startswith("gpt2"):
+    if re.fullmatch(r"(openai-community/)?gpt2(-medium|-large|-xl)?", name) and not os.path.isdir(ROOT / name):
         import tiktoken
         try:
             bpe = tiktoken.get_encoding("gpt2")
@@ -64,7 +66,7 @@ def gen_ppl(model, rows, eos, window, positions=8192, bf16=True):
     """
     device, total, count = model.device, 0.0, 0
     rows = sorted((row[:window] if len(row) >= window else row + [eos] for row in rows if row), key=len)
-    with tqdm(total=len(rows), desc="scoring", unit="row", leave=False) as bar:
+    with progress(total=len(rows), desc="scoring", unit="row", leave=False) as bar:
         while rows:
             batch = [rows.pop()]
             while rows and (len(batch) + 1) * len(batch[0]) <= positions:
@@ -137,7 +139,7 @@ def bleu_rouge(texts, references):
         sys.exit(f"{e.name} is not installed, and references need it: pip install sacrebleu rouge-score")
     scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     each = [scorer.score(reference, text) for text, reference in zip(texts, references)]
-    return {"BLEU": sacrebleu.corpus_bleu(texts, [references], lowercase=True, use_effective_order=True).score,
+    return {"BLEU": sacrebleu.corpus_bleu(list(texts), [list(references)], lowercase=True, use_effective_order=True).score,
             **{name: 100 * float(np.mean([s[name].fmeasure for s in each])) for name in ("rouge1", "rouge2", "rougeL")}}
 
 
@@ -185,9 +187,9 @@ def sampled_texts(model, settings, tokenizer, val, n, seed, how):
     given, references = {}, None
     if settings.get("cond_length"):
         conditions, references = validation_texts(val, tokenizer, n, seed)
-        given = dict(conditions=conditions, encoder=load_encoder(settings["encoder"], next(model.parameters()).device))
+        given = dict(conditions=conditions, encoder=load_encoder(settings["encoder"], model.mode_tokens.device, settings.get("encoder_weights")))
     start = time.time()
-    texts = sample_texts(model, settings, tokenizer, n, **given, **how, seed=seed, progress=True)
+    texts = sample_texts(model, settings, tokenizer, n, **given, **how, seed=seed, quiet=False)
     seconds = time.time() - start
     written = sum(map(len, to_ids(tokenizer, texts)))  # as --ar counts: no padding
     return texts, dict(tokens_per_s=written / seconds) | (bleu_rouge(texts, references) if references else {})
@@ -229,11 +231,17 @@ def main(argv=None):
     source = args.samples or args.ckpt or newest_run()
     model, settings = (None, items[0]) if items else load(source, device)
     how, data = sampling.sampler_settings(args, settings), settings.get("data")
-    tokenizer = load_tokenizer(settings["encoder"]) if settings.get("encoder") else None
+    tokenizer = load_tokenizer(settings["encoder"], settings.get("tokenizer")) if settings.get("encoder") else None
     scorer = load_scorer(scorer_name(args.scorer, data), device)
     train = val = None
     if data and tokenizer and (ROOT / data / "meta.json").is_file():
-        train, val, _ = open_data(data, *([settings["length"], settings.get("cond_length", 0)] if model else []))
+        cond_length = settings.get("cond_length", 0)
+        train, val, meta = open_data(data, *([settings["length"], cond_length] if model or cond_length else []))
+        if meta["pairs"] and not cond_length:
+            val = None  # a samples file that does not say how its rows were cut
+        if meta["fingerprint"] != settings.get("fingerprint", meta["fingerprint"]):
+            print(f"{data}: not the data that the run was trained on ({meta['fingerprint']}, and not {settings['fingerprint']}): what is said of "
+                  "copying and of real rows is about these", file=sys.stderr)
     if (args.real or model and settings.get("cond_length")) and (val is None or (args.real or 0) > len(val)):
         sys.exit(f"--real {args.real}: {data or source} has {len(val or [])} validation rows here")
 
@@ -246,7 +254,8 @@ def main(argv=None):
             texts, figures = load_tokenizer(scorer.name).batch_decode(rows), dict(tokens_per_s=sum(map(len, rows)) / (time.time() - start))
         elif items:
             texts = [item["text"] for item in items]
-            figures = bleu_rouge(texts, [item["reference"] for item in items]) if items[0].get("reference") else {}
+            paired = [(item["text"], item["reference"]) for item in items if item.get("reference") is not None]
+            figures = bleu_rouge(*zip(*paired)) | dict(references=len(paired)) if paired else {}
         elif args.real:
             _, texts = validation_texts(val, tokenizer, args.real, seed)
         else:
@@ -266,4 +275,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

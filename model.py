@@ -2,7 +2,7 @@
 The ELF network: one transformer that denoises embeddings and, at the last step, reads tokens off them.
 
 Notable choices:
-- the input is a noisy embedding z and the previous guess x_sc, squeezed through a bottleneck of 128 channels
+- the input is a noisy embedding z and the previous guess x_sc, squeezed through a bottleneck (128 channels; 64 in the default run)
 - time t, guidance scale w and the mode (denoise or decode) enter as 12 tokens before the text
 - full bidirectional attention, no mask: padding is ordinary text made of </s>
 - rotary positions on the text only, RMSNorm on q and k, SwiGLU
@@ -132,7 +132,7 @@ class ELF(nn.Module):
         if d % config.heads or d // config.heads % 2:
             sys.exit(f"dim = {d} with heads = {config.heads}: the head width dim / heads must be a whole, even number")
         self.config = config
-        self.recompute = False  # in the backward pass, each block's activations again: less memory, a third more work
+        self.recompute = False  # recompute each block's activations in the backward pass: less memory, a third more work
         self.in_proj = nn.Linear(2 * E, E)                                                           # [z, x_sc] -> E
         self.bottleneck = nn.Sequential(nn.Linear(E, config.bottleneck, bias=False), nn.Linear(config.bottleneck, d))
         self.time = Control(d)
@@ -155,7 +155,7 @@ class ELF(nn.Module):
         """
         One pass for both branches of Alg. 1: the first n_decode rows decode, the others denoise.
 
-        z         (B, L, E)  noisy embeddings, at unit scale where clean
+        z         (B, L, E)  noisy embeddings; at t = 1 of about mean 0 and deviation 1
         x_sc      (B, L, E)  self-condition: an earlier x_pred, or 0
         t         (B,)       time in [0, 1]; 1 on decode rows
         w         (B,)       guidance scale, trained on [0.5, 5]

@@ -10,21 +10,16 @@ import functools
 import sys
 import time
 
-import numpy as np
+from config import sampling  # before torch: it says how its threads wait
+
 import torch
 from tqdm import tqdm
 
 from checkpoint import load, newest_run
-from config import sampling
-from config.machine import autocast, pick_device
-from data.encoder import embed_conditions, load_encoder, load_tokenizer, to_ids, to_text
+from config.machine import autocast, pick_device, progress, run_program, seeded
+from data.encoder import cut_conditions, embed_conditions, load_encoder, load_tokenizer, to_text
 from data.texts import read_conditions, refuse_to_overwrite, write_jsonl
 from model import velocity
-
-
-def seeded(*numbers, device="cpu"):
-    """A generator of its own for (seed, row), (seed, step, rank), ..."""
-    return torch.Generator(device).manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 def time_grid(steps, schedule="logit-normal", seed=0, t_mean=-1.5, t_std=0.8):
@@ -50,7 +45,7 @@ def flow(model, z, grid, noise, gamma, w, cond_mask=None, x_cond=None, cfg=1.0):
     w           guidance scale
     cond_mask   (B, L, 1) bool: where a condition stands, whose embeddings x_cond (B, L, E) stay clean in z and x_sc; None without one
     cfg         guidance by the condition, at the price of a second row in the batch for each; 1 is none
-    yields      t, z after the step from t, x_pred: the last z is at time 1
+    yields      for each step: the t it starts from, z after it (the last at time 1), and its x_pred as the next x_sc
     """
     z, x_sc = with_condition(z, cond_mask, x_cond), with_condition(torch.zeros_like(z), cond_mask, x_cond)
     for t, t_next in zip(grid, grid[1:]):
@@ -61,18 +56,18 @@ def flow(model, z, grid, noise, gamma, w, cond_mask=None, x_cond=None, cfg=1.0):
         x_pred = predict(model, z, x_sc, t, w, cond_mask, cfg)
         z = with_condition(z + (t_next - t) * velocity(x_pred, z, t), cond_mask, x_cond)    # Euler
         x_sc = with_condition(x_pred, cond_mask, x_cond)
-        yield t, z, x_pred
+        yield t, z, x_sc
 
 
 def predict(model, z, x_sc, t, w, cond_mask, cfg):
-    """x_pred (B, L, E) at time t; for cfg not 1 of every row with and without its condition, and from the one away from the other."""
-    guided = cond_mask is not None and cfg != 1
-    if guided:
+    """x_pred (B, L, E) at time t. With input CFG each row runs with and without its condition, and cfg extrapolates from the second."""
+    use_cfg = cond_mask is not None and cfg != 1
+    if use_cfg:
         z, x_sc = (torch.cat([y, torch.where(cond_mask, 0.0, y)]) for y in (z, x_sc))
-    x_pred, _ = model(z, x_sc, z.new_full((len(z),), float(t)), z.new_full((len(z),), w))
-    if guided:
+    x_pred = model(z, x_sc, z.new_full((len(z),), float(t)), z.new_full((len(z),), w))[0].float()
+    if use_cfg:
         x_with, x_without = x_pred.chunk(2)
-        x_pred = x_without + cfg * (x_with - x_without)                 # as on v, for z is the same in both
+        x_pred = x_without + cfg * (x_with - x_without)                 # as on v: where x_pred counts, z is the same in both
     return x_pred
 
 
@@ -89,26 +84,34 @@ def decode(model, z, w):
 
 @torch.no_grad()
 def sample(model, n, length, steps=32, gamma=1.5, w=3.0, cfg=1.0, seed=0, schedule="logit-normal", noise_scale=2.0, t_mean=-1.5, t_std=0.8,
-           encode_conditions=None, chunk=None, progress=False, on_step=None):
+           encode_conditions=None, chunk=None, quiet=True, on_step=None):
     """
     n token rows (n, length) from model (Alg. 2). Row i's noise depends on (seed, i) alone, so `chunk`, the rows computed at a time
-    (memory grows with it), does not change what comes out.
+    (memory grows with it), does not change what comes out. Ctrl-C after the first chunk gives those that are done.
 
     encode_conditions   slice of the n rows -> their cond_mask and x_cond, as `flow` takes them
     on_step             called with t and x_pred after each step of the first chunk
     """
-    device, tokens = next(model.parameters()).device, []
-    grid, chunk = time_grid(steps, schedule, seed, t_mean, t_std), chunk or max(1, 2**15 // length)
-    with tqdm(total=n * steps, unit="step", desc="sampling", disable=not progress) as bar, autocast(device):
+    device = next(model.parameters()).device
+    grid = time_grid(steps, schedule, seed, t_mean, t_std)
+    chunk = chunk or max(1, 2**13 // length)
+    tokens = []
+    with progress(total=n * steps, unit="step", desc="sampling", disable=quiet) as bar, autocast(device):
         for first in range(0, n, chunk):
             rows = range(first, min(n, first + chunk))
-            noise = functools.partial(draw_noise, [seeded(seed, i, device=device) for i in rows], length, model.config.embed_dim, noise_scale)
+            rngs = [seeded(seed, i, device=device) for i in rows]
+            noise = functools.partial(draw_noise, rngs, length, model.config.embed_dim, noise_scale)  # z at time 0, then of each SDE step
             condition = encode_conditions(slice(first, rows.stop)) if encode_conditions else (None, None)
-            for t, z, x_pred in flow(model, noise(), grid, noise, gamma, w, *condition, cfg):
-                bar.update(len(rows))
-                if on_step and first == 0:
-                    on_step(t, x_pred)
-            tokens.append(decode(model, z, w).cpu())
+            try:
+                for t, z, x_sc in flow(model, noise(), grid, noise, gamma, w, *condition, cfg):
+                    bar.update(len(rows))
+                    if on_step and first == 0:
+                        on_step(t, x_sc)
+                tokens.append(decode(model, z, w).cpu())
+            except KeyboardInterrupt:
+                if not tokens:
+                    raise
+                break
     return torch.cat(tokens)
 
 
@@ -132,7 +135,7 @@ def sample_texts(model, settings, tokenizer, n=4, length=None, conditions=None, 
 
 def print_step(model, tokenizer, w, n_cond, t, x_pred):
     """What x_pred (B, L, E) of the first row decodes to (Fig. 17)."""
-    tqdm.write(f"t = {t:.3f}  {to_text(tokenizer, decode(model, x_pred[:1].float(), w)[0], n_cond)}")
+    tqdm.write(f"t = {t:.3f}  {to_text(tokenizer, decode(model, x_pred[:1], w)[0], n_cond)}")
 
 
 def main(argv=None):
@@ -141,7 +144,7 @@ def main(argv=None):
         refuse_to_overwrite("--out", args.out, args.force)
     ckpt, device = args.ckpt or newest_run(), pick_device(args.device)
     model, settings = load(ckpt, device)
-    tokenizer = load_tokenizer(settings["encoder"])
+    tokenizer = load_tokenizer(settings["encoder"], settings.get("tokenizer"))
     length = args.length or settings["length"]
     if length > settings["length"]:
         print(f"--length {length}: longer than the {settings['length']} tokens it was trained on; expect worse text", file=sys.stderr)
@@ -154,19 +157,23 @@ def main(argv=None):
         if length <= settings["cond_length"]:
             sys.exit(f"--length {length}: leaves no room after a condition of up to {settings['cond_length']} tokens")
         records = read_conditions(args.cond, args.n)
-        given = dict(conditions=to_ids(tokenizer, [record["cond"] for record in records]), encoder=load_encoder(settings["encoder"], device))
+        given = dict(conditions=cut_conditions(tokenizer, records, settings["cond_length"]),
+                     encoder=load_encoder(settings["encoder"], device, settings.get("encoder_weights")))
     print(f"{ckpt}: {len(records)} samples of {length} tokens, {used}", file=sys.stderr)
-    n_cond = len(given["conditions"][0][:settings["cond_length"]]) if given else 0
+    n_cond = len(given["conditions"][0]) if given else 0
     trace = functools.partial(print_step, model, tokenizer, used["w"], n_cond) if args.trace else None
     start = time.time()
-    texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, progress=True, on_step=trace)
+    texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, quiet=False, on_step=trace)
     seconds = time.time() - start
     print(f"{len(texts) * length / seconds:,.0f} tokens/s, {1000 * seconds / used['steps']:.1f} ms a step", file=sys.stderr)
+    if len(texts) < len(records):
+        print(f"interrupted: these are the first {len(texts)} samples of {len(records)}", file=sys.stderr)
     if args.out is None:
         return print("\n".join(texts))
-    about = dict(ckpt=ckpt, data=settings.get("data"), encoder=settings["encoder"], length=length, **used)
+    about = dict(ckpt=ckpt, data=settings.get("data"), encoder=settings["encoder"], tokenizer=settings.get("tokenizer"), length=length,
+                 cond_length=settings.get("cond_length", 0), **used)
     write_jsonl(args.out, [dict(text=text, index=i, **record, **about) for i, (text, record) in enumerate(zip(texts, records))])
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -30,12 +30,12 @@ import eval as evaluate
 import train
 from checkpoint import load
 from config import Config, config_files, configure
-from config.machine import compile_blocks, matrix_work, newton_schulz_work
+from config.machine import compile_blocks, matrix_work, newton_schulz_work, seeded
 from data.docs import prepare
-from data.encoder import condition_mask, embed, embed_conditions, load_encoder, load_tokenizer, to_text
+from data.encoder import condition_mask, embed, embed_conditions, load_encoder, load_tokenizer, to_ids, to_text
 from data.rows import open_data
 from model import ELF, PREFIX, ELFConfig, rotary_table, rotate
-from sample import decode, flow, sample, seeded, time_grid
+from sample import decode, flow, sample, time_grid
 from sample import main as sample_main
 
 ROOT = Path(__file__).resolve().parent
@@ -359,7 +359,7 @@ def docs(tmp_path_factory):
     (folder / "broken.py").write_text("def (:")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in dict(HERE=folder, LENGTH=40, VOCAB_SIZE=80, MIN_PARAGRAPHS=10, source_files=lambda: sorted(folder.glob("*.py")),
-                                ENCODER=dict(width=16, layers=1, heads=2, steps=30)).items():
+                                RECIPE=dict(width=16, layers=1, heads=2, steps=30)).items():
             patch.setattr(prepare, name, value)
         prepare.main([])
     return folder, texts
@@ -538,7 +538,7 @@ def muon_worker(rank, folder):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     _, _, params, muon = muon_run()
     shares = [None, None]
-    torch.distributed.all_gather_object(shares, muon.share)
+    torch.distributed.all_gather_object(shares, muon.mine)
     assert sorted(shares[0] + shares[1]) == list(range(len(MATRICES))) and all(shares)
     torch.save(params, f"{folder}/{rank}")
     torch.distributed.destroy_process_group()
@@ -631,7 +631,7 @@ def test_killed_twenty_times(docs, tmp_path):
     killed, whole = (tmp_path / name for name in ("killed", "whole"))
     assert same(newest(killed), newest(whole)) and same(*(torch.load(r / "best.pt", weights_only=True) for r in (killed, whole)))
     assert sorted(f.name for f in killed.iterdir()) == sorted(f.name for f in whole.iterdir()) == [
-        ".lock", "best.pt", "ckpt_00000078.pt", "ckpt_00000080.pt", "log.jsonl"]
+        "best.pt", "ckpt_00000078.pt", "ckpt_00000080.pt", "log.jsonl"]
     a, b = ([{k: v for k, v in r.items() if k != "tokens_per_s"} for r in records(r)] for r in (killed, whole))
     assert a == b and [r["step"] for r in a] == list(range(1, 81))
 
@@ -642,7 +642,7 @@ def at_step(monkeypatch, step, action):
     monkeypatch.setattr(train, "batch_rows", lambda n, s, *more: (action() if s == step else None, rows(n, s, *more))[1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals(number, run, docs, tmp_path, monkeypatch, capsys):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
@@ -1019,9 +1019,10 @@ def test_no_run_yet(monkeypatch, tmp_path):
 # the README
 
 def test_readme_points_at_the_right_lines():
-    """Each `code` beside a link file.py#Lnn in the README's table stands in that line."""
-    rows = re.findall(r"\[(\w+\.py):(\d+)\]\(\1#L\2\) `([^`]+)`", (ROOT / "README.md").read_text())
-    assert len(rows) >= 10
+    """Beside each link file.py#Lnn stands code of that line."""
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"\[([\w/]+\.py):(\d+)\]\(\1#L\2\) `([^`]+)`", text)
+    assert len(rows) == text.count("#L") >= 25
     for file, line, code in rows:
         assert code in (ROOT / file).read_text().splitlines()[int(line) - 1], (file, line, code)
 
@@ -1154,7 +1155,7 @@ def spell(docs):
 
 
 def prepare_text(docs, out, *argv):
-    script("text").main([*map(str, argv), "--encoder", f"{docs[0]}/t5", "--out", str(out), "--workers", "1"])
+    script("text").main([*map(str, argv), "--encoder", f"{docs[0]}/t5", "--out", str(out), "--workers", "1", "--allow_unknown"])
     return prepared(out)
 
 
@@ -1220,7 +1221,7 @@ def test_long_text_is_cut_and_streamed(docs, spell, tmp_path, monkeypatch):
 def test_workers_do_not_change_the_data(docs, tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [dict(text=t) for t in odd_texts(3000)])
     prepare_text(docs, tmp_path / "one", file)
-    script("text").main([str(file), "--encoder", f"{docs[0]}/t5", "--out", str(tmp_path / "two"), "--workers", "2"])
+    script("text").main([str(file), "--encoder", f"{docs[0]}/t5", "--out", str(tmp_path / "two"), "--workers", "2", "--allow_unknown"])
     for name in ("train.bin", "val.bin", "meta.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
@@ -1248,8 +1249,10 @@ def test_text_errors(name, content, says, docs, tmp_path):
 
 
 @pytest.mark.parametrize("argv, says", [(["--val_share", "1"], "must lie between 0 and 1"), (["--workers", "0"], "at least 1"),
-                                        (["--encoder", "{tmp_path}"], "neither a folder here")])
-def test_text_option_errors(argv, says, tmp_path, capsys):
+                                        (["--encoder", "{tmp_path}"], "the folder is there, but cannot be read"),
+                                        (["--encoder", "no/such"], "neither a folder here")])
+def test_text_option_errors(argv, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "a.txt").write_text("the file")
     with pytest.raises(SystemExit) as stop:
         script("text").main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), *(a.format(tmp_path=tmp_path) for a in argv)])
@@ -1262,7 +1265,7 @@ def test_an_interrupted_preparation_changes_nothing(docs, tmp_path, monkeypatch,
 
     def interrupted(self, side, parts):
         if stop[0] and sum(c["rows"] for c in self.counts.values()) == 1500:
-            assert (self.folder / "train.bin.tmp").is_file()
+            assert (self.new / "train.bin").is_file()
             raise KeyboardInterrupt
         add(self, side, parts)
     monkeypatch.setattr(data.files.Files, "add", interrupted)
@@ -1363,11 +1366,19 @@ def test_dataset_errors(docs, tmp_path, monkeypatch):
         prepare_hub("xsum", docs, tmp_path / "out")
 
 
+class Vocabulary:
+    def __len__(self):
+        return 80000
+
+    def get_vocab(self):
+        return {}
+
+
 def test_known_encoder_has_the_papers_statistics(tmp_path, docs):
     with data.files.Files(tmp_path / "out", "uint32") as files:
         for i in range(3):
             files.add("val" if i else "train", [np.array([70000 + i, 1], np.uint32)])
-        files.finish("t5-small", 80000)
+        files.finish("t5-small", Vocabulary())
     meta, sides = prepared(tmp_path / "out")
     assert (meta["x_mean"], meta["x_std"], meta["dtype"]) == (0.0, 0.2, "uint32")
     assert sides == {"train": [[70000]], "val": [[70001], [70002]]}
@@ -1679,3 +1690,338 @@ def test_tokenizer_training_repeats():
     texts = prose_module(200)[1]
     a, b = (data.scratch.train_tokenizer(texts, 80).backend_tokenizer.to_str() for _ in range(2))
     assert a == b
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what users ran into
+
+def output(*command, **env):
+    """(exit status, what it printed) of a program of this repository."""
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, encoding="utf-8", errors="replace", cwd=ROOT,
+                          env=os.environ | env)
+    return done.returncode, done.stdout + done.stderr
+
+
+def edited(run, folder, **changes):
+    """A copy of a run whose newest checkpoint says something else."""
+    shutil.copytree(run, folder)
+    file = max(folder.glob("ckpt_*.pt"))
+    torch.save(torch.load(file, weights_only=True) | changes, file)
+    return folder
+
+
+def test_another_rounding_is_said(run, docs, tmp_path, capsys):
+    machine = newest(run)["machine"]
+    assert machine["threads"] == torch.get_num_threads()
+    edited(run, tmp_path / "run", machine=machine | dict(threads=99))
+    train.main(small(docs[0], tmp_path / "run", "--steps=41"))
+    assert "'threads': 99" in (said := capsys.readouterr().out) and "other rounding from here on" in said
+    edited(run, tmp_path / "same")
+    train.main(small(docs[0], tmp_path / "same", "--steps=41"))
+    assert "from here on" not in capsys.readouterr().out
+
+
+def test_checkpoints_of_the_first_format_load(run, docs, tmp_path):
+    content = newest(run)
+    old = {part: {re.sub("^guidance", "scale", name): tensor for name, tensor in content[part].items()} for part in ("model", "ema")}
+    edited(run, tmp_path / "run", version=1, **old)
+    assert torch.equal(load(tmp_path / "run")[0].guidance.tokens, load(run)[0].guidance.tokens)
+    train.main(small(docs[0], tmp_path / "run", "--steps=41"))
+    assert newest(tmp_path / "run")["step"] == 41
+
+
+def test_a_cpu_without_bf16_gets_float32():
+    code = ("import torch, train; from config import Config; from config.machine import autocast, precision; cpu = torch.device('cpu'); "
+            "w = torch.nn.Linear(4, 4); opt, _ = train.optimizers(w, Config()); print(precision(cpu), opt.dtype, autocast(cpu)._enabled)")
+    assert output("-c", code, ONEDNN_MAX_CPU_ISA="AVX2", ATEN_CPU_CAPABILITY="avx2") == (0, "torch.float32 torch.float32 False\n")
+    params = [torch.nn.Parameter(torch.ones(3, 3))]
+    assert train.optimizers(torch.nn.Linear(4, 4), Config(bf16=False))[0].dtype == torch.float32 and train.Muon(params, 1.0).dtype == torch.bfloat16
+
+
+def test_float32_newton_schulz_is_exact():
+    start, grads, _, _ = muon_run()
+    for p, g in zip(start, grads):
+        param = torch.nn.Parameter(p.clone())
+        muon = train.Muon([param], lr=0.1, dtype=torch.float32)
+        for grad in g:
+            param.grad = grad.clone()
+            muon.step()
+        assert (param - exact_muon(p, g, 0.1)).norm() < 1e-4 * (exact_muon(p, g, 0.1) - p).norm()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_no_console_ends_a_program(encoding):
+    code = "from config.machine import run_program; run_program(lambda: print('\u65e5\u00e9 \u0394'))"
+    status, printed = output("-c", code, PYTHONIOENCODING=encoding)
+    assert status == 0 and "\\u65e5" in printed, printed
+    assert output("eval.py", "--help", PYTHONIOENCODING=encoding)[0] == 0
+
+
+def test_tokens_of_another_encoder_are_refused(run, docs, pairs_run, tmp_path):
+    settings = newest(run)["settings"]
+    edited(run, tmp_path / "run", settings=settings | dict(encoder=f"{pairs_run[0]}/t5"))
+    for program in (sample_main, evaluate.main):
+        with pytest.raises(SystemExit, match="its tokenizer is not the one that the run was trained with .*copy the folder"):
+            program(["--ckpt", str(tmp_path / "run"), "--n", "1"])
+    shutil.copytree(pairs_run[1], tmp_path / "pairs")
+    shutil.copytree(f"{pairs_run[0]}/t5", tmp_path / "t5")
+    encoder = load_encoder(tmp_path / "t5")
+    with torch.no_grad():
+        next(encoder.parameters()).add_(1)
+    encoder.save_pretrained(tmp_path / "t5")
+    edited(pairs_run[1], tmp_path / "other", settings=newest(pairs_run[1])["settings"] | dict(encoder=f"{tmp_path}/t5"))
+    with pytest.raises(SystemExit, match="its encoder is not the one"):
+        sample_main(["--ckpt", str(tmp_path / "other"), "--cond", "class Row"])
+    with pytest.raises(SystemExit, match="no/t5/t5: neither a folder here .*copy the folder from where it was made"):
+        load_tokenizer("no/t5/t5")
+
+
+def test_tokenizer_folders_name_what_transformers_4_knows(docs):
+    settings = json.loads((docs[0] / "t5" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast" and settings["additional_special_tokens"] == ["<extra_id_0>"]
+    tokenizer = load_tokenizer(docs[0] / "t5")
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    assert tokenizer.decode(to_ids(tokenizer, [docs[1][0]])[0]) == docs[1][0]
+
+
+def test_going_on_with_another_rate(run, docs, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    with pytest.raises(SystemExit, match="lr 0.008 -> 0.001.; go on from step 40 with --change"):
+        train.main(small(docs[0], tmp_path / "run", "--steps=50", "--lr=0.001"))
+    for steps in (43, 50):  # killed before the first save: the change is said again, and stands in the log once
+        train.main(small(docs[0], tmp_path / "run", "--steps=50", "--lr=0.001", "--change"))
+        assert "from step 40 on: lr 0.008 -> 0.001" in capsys.readouterr().out
+        if steps == 43:
+            for file in [*(tmp_path / "run").glob("ckpt_00000050.pt"), *(tmp_path / "run").glob("best.pt")]:
+                file.unlink()
+    changed = [r for r in records(tmp_path / "run") if "changed" in r]
+    assert changed == [dict(step=40, changed=["lr 0.008 -> 0.001"])] and newest(tmp_path / "run")["settings"]["lr"] == 0.001
+    with pytest.raises(SystemExit, match="other settings .dim 32 -> 64.; give"):
+        train.main(small(docs[0], tmp_path / "run", "--steps=60", "--lr=0.001", "--dim=64", "--change"))
+
+
+def test_two_preparations_at_once(docs, tmp_path, capsys):
+    """The second waits for the first, and then finds its work done."""
+    import threading
+    seen = []
+
+    def second():
+        try:
+            with data.files.Files(tmp_path / "out", "uint16"):
+                seen.append("made it again")
+        except SystemExit as stop:
+            seen.append(stop.code)
+    with data.files.Files(tmp_path / "out", "uint16") as files:
+        (thread := threading.Thread(target=second)).start()
+        for _ in range(200):
+            if "waiting until it ends" in (said := capsys.readouterr().out):
+                break
+            time.sleep(0.02)
+        assert "another process prepares it; waiting until it ends" in said and not seen
+        for side in ("train", "val"):
+            files.add(side, [np.array([5, 1], np.uint16)])
+        files.finish("t5-small", load_tokenizer(docs[0] / "t5"))
+    thread.join(20)
+    assert seen == [None] and "the other process has prepared it" in capsys.readouterr().out
+    assert sorted(f.name for f in tmp_path.rglob("*")) == ["meta.json", "out", "train.bin", "val.bin"]
+
+
+def test_the_same_text_is_the_same_tokens(docs, pairs_run, tmp_path):
+    odd, plain = "the\u00a0 file\n of\tthe </s> <pad>model.", "the file of the </s> <pad>model."
+    tokenizer = load_tokenizer(docs[0] / "t5")
+    assert to_ids(tokenizer, [odd]) == to_ids(tokenizer, [plain]) and not {0, 1} & set(to_ids(tokenizer, [odd])[0])
+    file = write_jsonl(tmp_path / "a.jsonl", [dict(text=odd)] * 30)
+    sides = prepare_text(docs, tmp_path / "out", write_jsonl(tmp_path / "b.jsonl", [dict(text=f"{i} {odd}") for i in range(60)]), file, "--val_share", "0.2")[1]
+    assert to_ids(tokenizer, [plain])[0] in sides["train"] + sides["val"]
+    texts = []
+    for i, text in enumerate(("class\tRow\n", "class Row")):
+        sample_main(["--ckpt", str(pairs_run[1]), "--cond", text, "--n", "1", "--steps", "2", "--out", str(tmp_path / f"{i}.jsonl")])
+        texts.append(json.loads((tmp_path / f"{i}.jsonl").read_text())["text"])
+    assert texts[0] == texts[1]
+
+
+def test_text_files_in_the_wild(pairs_run, docs, tmp_path, capsys):
+    conditions = lambda name: [record["cond"] for record in data.texts.read_conditions(str(tmp_path / name), None)]  # noqa: E731
+    want = ["class Row\u2028\x0c", "class File"]
+    raw = "class Row\u2028\x0c\nclass File\n".encode()
+    for name, content in {"a.txt": raw, "b.TXT": b"\xef\xbb\xbf" + raw, "c.txt": raw.replace(b"\n", b"\r\n"), "d.txt": raw.replace(b"\n", b"\r"),
+                          "e.txt.gz": gzip.compress(raw), "f.jsonl": b'\xef\xbb\xbf\n' + json.dumps(dict(input=want[0])).encode() + b'\r\n\n{"input": "class File"}\n'}.items():
+        (tmp_path / name).write_bytes(content)
+        assert conditions(name) == want, name
+    (tmp_path / "s.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n{"text": "b", "reference": null}\n')
+    assert [r["text"] for r in data.texts.read_samples(tmp_path / "s.jsonl")] == ["a", "b"]
+    (tmp_path / "lines.txt").write_text("".join(f"the file {i}\n" for i in range(50)))      # a document a line
+    assert list(data.texts.documents(tmp_path / "lines.txt")) == [f"the file {i}\n" for i in range(50)]
+    (tmp_path / "paragraphs.txt").write_text("the\nfile\n\na\nlist\n")
+    assert list(data.texts.documents(tmp_path / "paragraphs.txt")) == ["the\nfile\n", "a\nlist\n"]
+    meta, sides = prepare_text(docs, tmp_path / "out", tmp_path / "lines.txt", "--val_share", "0.2")
+    assert sum(map(len, sides.values())) == 50
+
+
+def test_unknown_text_is_said_and_refused(docs, tmp_path, capsys):
+    argv = ["--encoder", f"{docs[0]}/t5", "--out", str(tmp_path / "out"), "--val_share", "0.2"]
+    text = script("text")
+    chinese = write_jsonl(tmp_path / "zh.jsonl", [dict(text="\u4f60 \u597d") for _ in range(30)] + [dict(text="the file")] * 20)
+    with pytest.raises(SystemExit, match="% of the tokens are <unk>: .*--encoder scratch.*--allow_unknown"):
+        text.main([str(chinese), *argv])
+    some = write_jsonl(tmp_path / "some.jsonl", [dict(text=f"{t} \u4f60" if i % 2 else t) for i, t in enumerate(docs[1][:80])])
+    text.main([str(some), *argv])
+    assert "% of the tokens are <unk>" in capsys.readouterr().out and (tmp_path / "out" / "meta.json").is_file()
+
+
+def test_a_tokenizer_and_encoder_from_ones_own_text(docs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(data.scratch, "RECIPE", dict(width=16, layers=1, heads=2, steps=5))
+    monkeypatch.setattr(data.scratch, "VOCAB_SIZE", 120)
+    small_letters = [f"{i} \u4f60\u597d {t}" for i, t in enumerate(docs[1] * 3)]
+    file = write_jsonl(tmp_path / "mine.jsonl", [dict(text=t) for t in small_letters])
+    script("text").main([str(file), "--encoder", "scratch", "--out", str(tmp_path / "data"), "--val_share", "0.1"])
+    assert prepared(tmp_path / "data")[0]["encoder"] == "t5" and "<unk>" not in capsys.readouterr().out
+    argv = [a for a in small(tmp_path / "data", tmp_path / "run", "--steps=3", "--length=24") if "scorer" not in a]
+    train.main(argv)
+    sample_main(["--ckpt", str(tmp_path / "run"), "--n", "1", "--steps", "2"])
+    few = write_jsonl(tmp_path / "few.jsonl", [dict(text="too little")] * 5)
+    with pytest.raises(SystemExit, match="too little text to learn a language from"):
+        script("text").main([str(few), "--encoder", "scratch", "--out", str(tmp_path / "other")])
+
+
+def test_a_package_named_data_and_data_on_another_disk(tmp_path):
+    (tmp_path / "site" / "data").mkdir(parents=True)
+    (tmp_path / "site" / "data" / "__init__.py").write_text("raise RuntimeError('the wrong data')")
+    for program in ("train.py", "sample.py", "data/xsum/prepare.py"):
+        assert output(program, "--help", PYTHONPATH=str(tmp_path / "site"))[0] == 0
+    here = tmp_path / "here"
+    shutil.copytree(ROOT, here, ignore=shutil.ignore_patterns(".git", "out", "*.bin", "t5", "scorer"))
+    shutil.move(here / "data", tmp_path / "disk")
+    (here / "data").symlink_to(tmp_path / "disk")
+    for program in ("train.py", "data/text/prepare.py"):
+        status, printed = output(here / program, "--help")
+        assert status == 0, printed
+
+
+def test_the_same_data_under_another_spelling(run, docs, tmp_path, monkeypatch):
+    shutil.copytree(run, tmp_path / "run")
+    shutil.copytree(docs[0], tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    spellings = [f"{docs[0]}/", f"{docs[0]}/../{docs[0].name}", os.path.relpath(docs[0], ROOT), str(tmp_path / "copy")]
+    for i, spelling in enumerate(spellings, start=41):
+        argv = small(docs[0], tmp_path / "run", f"--steps={i}", f"--data={spelling}", f"--encoder={spelling}/t5")
+        train.main(argv)
+    assert newest(tmp_path / "run")["step"] == 44
+    out = os.path.relpath(tmp_path / "made", ROOT)                                         # seen from the repository, as --data is
+    script("text").main([str(write_jsonl(tmp_path / "a.jsonl", [dict(text=t) for t in docs[1]])), "--encoder", f"{docs[0]}/t5", "--out", out])
+    assert (tmp_path / "made" / "meta.json").is_file() and open_data(out, 8)[2]["encoder"] == f"{docs[0]}/t5"
+
+
+def test_references_may_be_empty_or_missing(run, scorer, docs, tmp_path):
+    pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
+    for references in (["", "the file."], [None, "the file."], ["the file.", None]):
+        file = write_jsonl(tmp_path / "s.jsonl", [dict(text="the file.", reference=r) for r in references])
+        evaluate.main([str(file), "--scorer", str(docs[0] / "scorer"), "--results", str(tmp_path / "r.jsonl")])
+    results = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [r["references"] for r in results] == [2, 1, 1] and results[1]["rouge1"] == results[2]["rouge1"] == 100 > results[0]["rouge1"]
+
+
+def test_samples_with_references_can_be_scored(pairs_run, scorer, docs, tmp_path):
+    pytest.importorskip("sacrebleu", reason="sacrebleu is not installed")
+    file = write_jsonl(tmp_path / "c.jsonl", [dict(input="class Row", output="Sort the old row."), dict(input="class File")])
+    sample_main(["--ckpt", str(pairs_run[1]), "--cond", str(file), "--steps", "2", "--out", str(tmp_path / "s.jsonl")])
+    lines = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    (tmp_path / "s.jsonl").write_text("".join(json.dumps(line | dict(text="Sort it.")) + "\n" for line in lines))
+    evaluate.main([str(tmp_path / "s.jsonl"), "--scorer", str(docs[0] / "scorer"), "--results", str(tmp_path / "r.jsonl")])
+    assert json.loads((tmp_path / "r.jsonl").read_text())["references"] == 1
+
+
+def test_nothing_is_open_or_mapped_at_a_rename(docs, tmp_path, monkeypatch):
+    """As Windows wants it. A renamed file or folder, and one that is replaced, are neither mapped nor open in this process."""
+    renamed = []
+
+    def watched(rename):
+        def renaming(source, target):
+            used = Path("/proc/self/maps").read_text() + "\n".join(os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+            for path in (os.path.abspath(source), os.path.abspath(target)):
+                assert not re.search(re.escape(path) + r"(/|\n|$)", used), path
+            renamed.append(Path(target).name)
+            rename(source, target)
+        return renaming
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    file = write_jsonl(tmp_path / "a.jsonl", [dict(text=t) for t in docs[1]])
+    for _ in range(2):
+        script("text").main([str(file), "--encoder", f"{docs[0]}/t5", "--out", str(tmp_path / "data")])
+    argv = [a for a in small(tmp_path / "data", tmp_path / "run", "--length=24") if not a.startswith("--encoder")] + [f"--encoder={docs[0]}/t5"]
+    for more in (["--steps=10"], ["--steps=20"], ["--steps=10", "--fresh"]):
+        train.main([*argv, *more])
+    assert {"train.bin", "meta.json", "ckpt_00000010.pt", "best.pt", "run.old-1"} <= set(renamed)
+
+
+def test_an_interruption_leaves_docs_as_they_were(docs, tmp_path, monkeypatch):
+    shutil.copytree(docs[0], tmp_path / "docs")
+    (tmp_path / "docs" / "package.py").write_text(prose_module(300)[0])
+    before = {f: f.read_bytes() for f in (tmp_path / "docs").rglob("*") if f.is_file()}
+    for name, value in dict(HERE=tmp_path / "docs", LENGTH=40, VOCAB_SIZE=80, MIN_PARAGRAPHS=10, RECIPE=dict(width=16, layers=1, heads=2, steps=2),
+                            source_files=lambda: [tmp_path / "docs" / "package.py"]).items():
+        monkeypatch.setattr(prepare, name, value)
+    for name in ("train_tokenizer", "train_encoder", "to_rows"):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit, match="interrupted: .* is as it was"):
+            patch.setattr(prepare, name, lambda *a, **kw: (_ for _ in ()).throw(KeyboardInterrupt))
+            prepare.main([])
+        assert before == {f: f.read_bytes() for f in (tmp_path / "docs").rglob("*") if f.is_file()}
+    prepare.main([])
+    assert before.keys() == {f for f in (tmp_path / "docs").rglob("*") if f.is_file()}
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(prepare, "HERE", tmp_path / "file" / "docs")
+    monkeypatch.setattr(prepare, "corpus", lambda files: pytest.fail("worked before it knew that it can write"))
+    with pytest.raises(SystemExit, match="cannot be written .*choose another --out"):
+        prepare.main([])
+
+
+def test_a_condition_that_is_too_long_is_said_to_be_cut(pairs_run, tmp_path, capsys):
+    long = "def load_old_row(path, more, flag, rest) " * 5
+    sample_main(["--ckpt", str(pairs_run[1]), "--cond", long, "--n", "2", "--steps", "2", "--out", str(tmp_path / "o.jsonl")])
+    assert "2 of 2 conditions are longer than 50 tokens, and cut" in capsys.readouterr().err
+    cond = json.loads((tmp_path / "o.jsonl").read_text().splitlines()[0])["cond"]
+    assert long.startswith(cond) and len(cond) < len(long)
+
+
+def test_an_interruption_is_one_line_and_loses_nothing(run, tmp_path, monkeypatch, capsys):
+    import sample as module
+    calls, drawn = iter(range(100)), module.draw_noise
+    interrupted = lambda *a: drawn(*a) if next(calls) < 6 else (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
+    monkeypatch.setattr(module, "draw_noise", interrupted)
+    tokens = sample(load(run)[0], 9, 40, steps=3, chunk=3)                                # 3 draws a chunk
+    assert tokens.shape == (6, 40)
+    code = "from config.machine import run_program\ndef f():\n    raise KeyboardInterrupt\nrun_program(f, 'interrupted here')"
+    assert output("-c", code) == (130, "\ninterrupted here\n")
+    many = "import os; os.environ['COLUMNS'] = '80'\nfrom config.machine import run_program\nrun_program(lambda: [print('x' * 99) for _ in range(9999)])"
+    done = subprocess.run(f"{sys.executable} -c \"{many}\" | head -1", shell=True, capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("x" * 99 + "\n", "")
+
+
+def test_bars_in_a_file_are_few_lines(capsys):
+    for i in (bar := data.scratch.progress(range(5000), desc="working")):
+        bar.set_postfix_str(f"loss {i}", refresh=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "\r" not in "".join(lines) and "5000/5000" in lines[-1]
+
+
+def test_a_local_scorer_is_itself_whatever_its_name(scorer, docs, tmp_path):
+    shutil.copytree(docs[0] / "scorer", tmp_path / "gpt2-large")
+    found = evaluate.load_scorer(str(tmp_path / "gpt2-large"), torch.device("cpu"))
+    assert found.eos == 1 and found.encode("the file") == to_ids(load_tokenizer(docs[0] / "t5"), ["the file"])[0]
+
+
+def test_bench_ends_at_the_first_signal(tmp_path, monkeypatch):
+    argv = [a for a in small("data/none", tmp_path / "run", "--bench=100000") if not a.startswith("--encoder")] + ["--encoder=t5-small", "--length=8"]
+    with pytest.raises(KeyboardInterrupt):
+        at_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        train.main(argv)
+
+
+@pytest.mark.parametrize("program", ["train", "sample", "eval", "data.docs.prepare"])
+def test_threads_sleep_while_they_wait(program):
+    """libgomp itself tells, when it is loaded, what it has read: torch's has the last word."""
+    env = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"} | dict(OMP_DISPLAY_ENV="VERBOSE")
+    said = subprocess.run([sys.executable, "-c", f"import {program}"], capture_output=True, text=True, cwd=ROOT, env=env).stderr
+    if "GOMP_SPINCOUNT" not in said:
+        pytest.skip("torch has another OpenMP library here")
+    assert re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)[-1] == "0"

@@ -13,7 +13,7 @@ noise_scale = 0.5    # not 2: the encoder has 64 channels instead of 512, and th
 
 steps = 1200
 batch_size = 64
-lr = 0.008           # far above the paper's 0.002: a short run of a small network needs it (see the README)
+lr = 0.008           # far above the paper's 0.002: a short run of a small network needs it (see README.md here)
 warmup = 60
 
 sample_gamma = 2.0   # the paper's for few steps: here it brings the perplexity near that of real text

@@ -1,21 +1,26 @@
 """
-The machine a run is on: its device and what that is good at, the processes of torchrun, the signals that end a run, and a stopwatch.
+The machine a run is on: its device and what that is good at, its console, files that two processes want, the processes of torchrun, the
+signals that end a run, and a stopwatch.
 """
+import os
 import re
 import signal
 import sys
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from model import PREFIX
 
 try:
+    import fcntl
     import resource
-except ImportError:  # Windows: how much memory there is in use is then not known
-    resource = None
+except ImportError:  # Windows: two runs into one folder are then not noticed, nor how much memory there is in use
+    fcntl = resource = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -35,21 +40,28 @@ def pick_device(name="auto", index=0):
     return device
 
 
-def autocast(device, wanted=True):
-    """bfloat16 matrix products where the device is good at them: recent GPUs, CPUs with AVX512-BF16 or AMX."""
-    good = (device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-            or device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()))
-    return torch.autocast(device.type, torch.bfloat16, enabled=bool(wanted and good))
+def precision(device, bf16=True):
+    """torch.bfloat16 where it is wanted and the device multiplies it fast: recent GPUs, CPUs with AVX512-BF16 or AMX. Else torch.float32."""
+    if device.type == "cpu":  # what the processor has, and its library makes use of
+        fast = (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    else:
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if bf16 and fast else torch.float32
 
 
-def describe(config, device):
+def autocast(device, bf16=True):
+    """Matrix products in the device's precision."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision(device, bf16) == torch.bfloat16)
+
+
+def describe(device, bf16, compiled):
     """What a run's noise (processes, device) and its rounding (all of it) depend on besides its seed: equal ones end with equal bits."""
     return dict(processes=world_size(), device=device.type, threads=torch.get_num_threads(), torch=str(torch.__version__),
-                kernels=torch.backends.cpu.get_cpu_capability(), bf16=config.bf16, compile=config.compile)
+                kernels=torch.backends.cpu.get_cpu_capability(), bf16=bf16, compiled=compiled)
 
 
 def compile_blocks(model, device):
-    """Compiles one block, which serves them all: as fast as the whole, in half of the start-up time. Says so where there is no compiler."""
+    """Compiles the blocks, which share one graph: as fast as the whole, in half of the start-up time. Says so where there is no compiler."""
     try:
         torch.compile(lambda a: a * 2 + 1)(torch.ones(8, device=device))
     except Exception as e:
@@ -58,6 +70,73 @@ def compile_blocks(model, device):
     for block in model.blocks:
         block.compile(dynamic=False)
     return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the console, and files that two processes want
+
+def run_program(main, interrupted="interrupted"):
+    """main(), so that its output cannot end it: letters the console lacks are escaped, a reader that has left is no error, Ctrl-C is one line."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # python sample.py | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print(f"\n{interrupted}", file=sys.stderr, flush=True)
+        os._exit(130)  # whatever it was at: threads of torch.compile, a download, ...
+
+
+class Lines:
+    """A bar's file where there is no terminal: of all that it would draw, a line every half minute, and the last."""
+
+    def __init__(self):
+        self.next, self.text = time.monotonic() + 30, ""
+
+    def write(self, text):
+        ended, self.text = text == "\n", text.strip("\r\n ") or self.text
+        if ended or time.monotonic() >= self.next:
+            self.next = time.monotonic() + 30
+            print(self.text, file=sys.stderr, flush=True)
+
+    def flush(self):
+        pass
+
+
+def progress(*args, **how):
+    """A tqdm bar; without a terminal, lines."""
+    return tqdm(*args, **how, **dict(dynamic_ncols=True) if sys.stderr.isatty() else dict(file=Lines(), ncols=120))
+
+
+@contextmanager
+def hold(file, when_busy):
+    """
+    Holds the lock `file`, which is there only meanwhile, for this process alone, however that ends. Where another process holds it,
+    when_busy() ends the program, or says that it will wait.
+    """
+    if fcntl is None:
+        yield
+        return
+    while True:
+        lock = open(file, "a")
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                when_busy()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as e:  # a file system without locks
+            print(f"{file}: cannot be locked ({e.strerror}); see to it that no other process works there", file=sys.stderr)
+        if file.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(file)):
+            break  # else its holder has just removed it
+        lock.close()
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,9 +169,17 @@ def max_over_processes(value):
     return int(greatest)
 
 
+def seeded(*numbers, device="cpu"):
+    """A generator of its own for (seed, row), (seed, step, rank), ..."""
+    return torch.Generator(device).manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+STOPPING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Ctrl-C, kill, a closed terminal
+
+
 class StopSignal:
     """
-    Ctrl-C and SIGTERM, within a `with`. As long as there is nothing to finish they raise KeyboardInterrupt; once `finish_step` is set they
+    These signals, within a `with`. As long as there is nothing to finish they raise KeyboardInterrupt; once `finish_step` is set they
     only set `seen`, for the loop to end after the step it is in, and a second Ctrl-C ends the process at once.
     """
 
@@ -100,7 +187,7 @@ class StopSignal:
         self.finish_step = self.seen = False
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {number: signal.signal(number, self.handle) for number in STOPPING}
         return self
 
     def __exit__(self, *_):
@@ -119,8 +206,8 @@ class StopSignal:
 
 class Clock:
     """
-    Where the time of a step goes: of the steps that are logged, but for the first two, which compile and fill caches; of all with --bench.
-    Not of every one, for on a GPU it waits for the end of each part. Hooks on encoder and network tell the parts that do not say so.
+    Where the time of a step goes: of the one after each logged step (on a GPU it waits for the end of each part), of all with --bench; not of
+    the first two, which compile and fill caches. Hooks on encoder and network tell the parts that the loop does not.
     """
 
     def __init__(self, model, encoder, config, step):
@@ -161,14 +248,12 @@ class Clock:
         if not self.steps:
             return
         step = float(np.median([sum(parts.values()) for parts in self.steps]))
-        a, times = torch.randn(2048, 2048, device=self.device), []
-        with autocast(self.device, self.config.bf16):
-            a = a.to((a @ a).dtype)
-        for _ in range(6):
+        a, times = torch.randn(1024, 1024, device=self.device).to(precision(self.device, self.config.bf16)), []
+        while sum(times) < 0.3 and len(times) < 300:
             start = self.now()
             a @ a
             times.append(self.now() - start)
-        peak, flops = 2 * 2048**3 / min(times), step_work(self.model, self.encoder, self.config)
+        peak, flops = 2 * len(a)**3 / min(times), step_work(self.model, self.encoder, self.config)
         memory = (torch.cuda.max_memory_allocated() if self.device.type == "cuda" else
                   resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) if resource else 0)
         shares = ", ".join(f"{part} {np.median([parts[part] for parts in self.steps]) / step:.0%}" for part in self.steps[0])
@@ -191,13 +276,14 @@ def matrix_work(model, encoder, B, L, n_dec, n_sc):
     """
     sizes, t5, P = model.config, encoder.config, L + PREFIX
 
-    def size(*modules):
-        return sum(param.numel() for module in modules for param in module.parameters() if param.ndim == 2)
-
-    trunk = 2 * L * size(model.in_proj, model.bottleneck) + 2 * P * size(model.blocks) + 4 * sizes.depth * P**2 * sizes.dim  # one row
-    denoise, unembed = 2 * L * size(model.denoise), 2 * L * size(model.unembed)
-    frozen = B * (2 * L * size(encoder.encoder.block) + 4 * t5.num_layers * L**2 * t5.num_heads * t5.d_kv)
+    trunk = 2 * L * matrix_size(model.in_proj, model.bottleneck) + 2 * P * matrix_size(model.blocks) + 4 * sizes.depth * P**2 * sizes.dim
+    denoise, unembed = 2 * L * matrix_size(model.denoise), 2 * L * matrix_size(model.unembed)  # these three for one row
+    frozen = B * (2 * L * matrix_size(encoder.encoder.block) + 4 * t5.num_layers * L**2 * t5.num_heads * t5.d_kv)
     return frozen + n_sc * (trunk + denoise) + 3 * (B * trunk + (B - n_dec) * denoise + n_dec * unembed)
+
+
+def matrix_size(*modules):
+    return sum(param.numel() for module in modules for param in module.parameters() if param.ndim == 2)
 
 
 def newton_schulz_work(matrix):

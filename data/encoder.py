@@ -1,6 +1,8 @@
 """The frozen T5 and its tokenizer: from texts to token ids, and from these to the clean embeddings x that ELF learns to denoise."""
 import functools
+import hashlib
 import json
+import os
 import sys
 from dataclasses import dataclass
 
@@ -14,26 +16,56 @@ from data.rows import RandomRows, Rows, open_data
 
 def local_or_repo(name):
     """A folder relative to this repository where there is one, else the name as it is, for the Hugging Face hub."""
-    return str(ROOT / name) if (ROOT / name).is_dir() else str(name)
+    return str(ROOT / name) if os.path.isdir(ROOT / name) else str(name)
 
 
 def from_pretrained(kind, name, what="encoder"):
     """kind.from_pretrained(name), or one line that says why not."""
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     try:
         return kind.from_pretrained(local_or_repo(name))
-    except Exception as e:
-        sys.exit(f"{what} = {name}: neither a folder here nor fetched from the Hugging Face hub ({type(e).__name__}); "
-                 "check the name and the network")
+    except Exception as e:  # their errors share no base class
+        why = f"({type(e).__name__}: {' '.join(str(e).split())[:120]})"
+        if os.path.isdir(ROOT / name):
+            sys.exit(f"{what} = {name}: the folder is there, but cannot be read {why}; prepare it again, or copy it whole from where it was made")
+        sys.exit(f"{what} = {name}: neither a folder here nor fetched from the Hugging Face hub {why}; check the name and the network, or "
+                 "copy the folder from where it was made")
 
 
-def load_tokenizer(name):
+def load_tokenizer(name, fingerprint=None):
+    """The tokenizer; where a fingerprint is given, that one and no other."""
     from transformers import AutoTokenizer
-    return from_pretrained(AutoTokenizer, name)
+    tokenizer = from_pretrained(AutoTokenizer, name)
+    same_or_exit(name, "tokenizer", tokenizer_fingerprint(tokenizer), fingerprint)
+    return tokenizer
 
 
-def load_encoder(name, device="cpu"):
+def load_encoder(name, device="cpu", fingerprint=None):
+    """The frozen encoder; where a fingerprint is given, that one and no other."""
     from transformers import T5EncoderModel
-    return from_pretrained(T5EncoderModel, name).to(device).eval().requires_grad_(False)
+    encoder = from_pretrained(T5EncoderModel, name)
+    same_or_exit(name, "encoder", encoder_fingerprint(encoder) if fingerprint else None, fingerprint)
+    return encoder.to(device).eval().requires_grad_(False)
+
+
+def tokenizer_fingerprint(tokenizer):
+    """12 hex digits of its vocabulary."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:12]
+
+
+def encoder_fingerprint(encoder):
+    """12 hex digits of its weights."""
+    digest = hashlib.sha256()
+    for _, param in sorted(encoder.named_parameters()):
+        digest.update(param.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def same_or_exit(name, what, found, wanted):
+    if wanted is not None and found != wanted:
+        sys.exit(f"encoder = {name}: its {what} is not the one that the run was trained with ({found}, and not {wanted}), so that it would read "
+                 f"other tokens; copy the folder {name} from where the run was trained, or train again")
 
 
 def one_line(text):
@@ -82,10 +114,9 @@ def embed(encoder, ids, x_mean, x_std, cond_mask=None, drop=None):
     """
     if cond_mask is None:
         return (encoder(input_ids=ids).last_hidden_state.float() - x_mean) / x_std
-    if drop is None:
-        drop = torch.zeros_like(cond_mask[:, 0, 0])
-    query, key, drop = cond_mask, cond_mask.mT, drop[:, None, None]
-    seen = torch.where(key, query | ~drop, ~query)  # (B, L, L)
+    drop = torch.zeros_like(cond_mask) if drop is None else drop[:, None, None]
+    query_is_cond, key_is_cond = cond_mask, cond_mask.mT
+    seen = torch.where(key_is_cond, query_is_cond | ~drop, ~query_is_cond)  # (B, L, L): the target may see a condition, never the reverse
     # The encoder's own forward takes no such mask in every version of transformers; its blocks do, as a position bias.
     stack, L = encoder.encoder, ids.shape[1]
     bias = stack.block[0].layer[0].SelfAttention.compute_bias(L, L).masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
@@ -95,6 +126,18 @@ def embed(encoder, ids, x_mean, x_std, cond_mask=None, drop=None):
         h = h if torch.is_tensor(h) else h[0]
     x = (stack.final_layer_norm(h).float() - x_mean) / x_std
     return x.masked_fill(cond_mask & drop, 0.0)
+
+
+def cut_conditions(tokenizer, records, most):
+    """The token ids of each record's condition, at most so many; a longer one is cut, in the record too, and that is said."""
+    conditions = to_ids(tokenizer, [record["cond"] for record in records])
+    long = [i for i, ids in enumerate(conditions) if len(ids) > most]
+    for i in long:
+        records[i]["cond"] = tokenizer.decode(conditions[i][:most])
+    if long:
+        print(f"--cond: {len(long)} of {len(records)} conditions are longer than {most} tokens, and cut; the first of them, number {long[0]}, "
+              f"to: {records[long[0]]['cond']}", file=sys.stderr)
+    return [ids[:most] for ids in conditions]
 
 
 def embed_conditions(encoder, conditions, length, settings, rows):
@@ -130,13 +173,17 @@ def load_data(config, device):
         meta = dict(x_mean=0.0, x_std=0.2, fingerprint="random")
     else:
         if rank() == 0:
-            open_data(config.data, config.length, config.cond_length, config.encoder, config.prepare)
+            open_data(config.data, config.length, config.cond_length, config.prepare)
         barrier()
-        train, val, meta = open_data(config.data, config.length, config.cond_length, config.encoder)
+        train, val, meta = open_data(config.data, config.length, config.cond_length)
         tokenizer, encoder = load_tokenizer(config.encoder), load_encoder(config.encoder, device)
-        if len(tokenizer) != meta["vocab_size"]:
-            sys.exit(f"encoder = {config.encoder}: has {len(tokenizer)} tokens, and {config.data} was prepared with {meta['vocab_size']}; prepare it again")
+        found = dict(vocab_size=len(tokenizer), tokenizer=tokenizer_fingerprint(tokenizer), encoder_weights=encoder_fingerprint(encoder))
+        if any(meta.get(key, value) != value for key, value in found.items()):
+            sys.exit(f"encoder = {config.encoder}: {config.data} was prepared for {meta['encoder']} as it was then, which is another; prepare it "
+                     f"again with this one, or give that one by --encoder")
+        meta |= found
     x_mean, x_std = (torch.tensor(meta[key], device=device) for key in ("x_mean", "x_std"))
     if x_mean.numel() not in (1, encoder.config.d_model):
-        sys.exit(f"{config.data}/meta.json: x_mean has {x_mean.numel()} channels, encoder {config.encoder} has {encoder.config.d_model}; prepare it again")
+        sys.exit(f"{config.data}/meta.json: x_mean has {x_mean.numel()} channels, encoder {config.encoder} has {encoder.config.d_model}; "
+                 "prepare it again")
     return Data(train, val, tokenizer, encoder, x_mean, x_std, meta)

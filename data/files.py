@@ -5,17 +5,18 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from config import ROOT
-from config.machine import pick_device
+from config.machine import hold, pick_device, progress
 from data import EOS
-from data.encoder import load_encoder, load_tokenizer, local_or_repo, one_line, to_ids
+from data.encoder import encoder_fingerprint, load_encoder, load_tokenizer, local_or_repo, one_line, to_ids, tokenizer_fingerprint
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -23,14 +24,14 @@ from data.encoder import load_encoder, load_tokenizer, local_or_repo, one_line, 
 
 def shown(path):
     """A path as messages and meta.json name it: relative to this repository where it lies inside."""
-    path = Path(path).resolve()
+    path = Path(os.path.abspath(path))
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 @torch.no_grad()
 def statistics(encoder, rows):
-    """Mean and standard deviation of each channel of the encoder's output on at most 4,096 of the rows (n, L), evenly spaced."""
-    ids = torch.from_numpy(rows[np.linspace(0, len(rows) - 1, min(len(rows), 4096)).astype(int)].astype(np.int64))
+    """Mean and standard deviation of each channel of the encoder's output on rows (n, L) of ids."""
+    ids = torch.from_numpy(rows)
     total = squares = 0
     for batch in ids.split(64):
         x = encoder(input_ids=batch.to(encoder.device)).last_hidden_state.double().cpu().flatten(0, 1)
@@ -42,17 +43,38 @@ def statistics(encoder, rows):
 
 class Files:
     """
-    The token files while they grow: <side>.bin.tmp and, for pairs, <side>.idx.tmp. Only `finish` gives them their names; until then
-    what the folder held before stays as it is, and without it (an error, an interruption) they are removed.
+    A prepared folder in the making. Everything is written into <folder>/new.tmp, and moved by `finish`; until then what the folder held
+    before stays as it is, and without it (an error, an interruption) new.tmp is removed. One process at a time makes a folder.
     """
 
     def __init__(self, folder, dtype, pairs=False):
         self.folder, self.dtype, self.pairs, self.open, self.counts = Path(folder), np.dtype(dtype), pairs, {}, {}
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.new = self.folder / "new.tmp"
+
+    def __enter__(self):
+        self.stack, before = ExitStack(), self.meta()
+        try:  # now, not after minutes of work
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.stack.enter_context(hold(self.folder.with_name(f"{self.folder.name}.lock"), self.wait))
+            shutil.rmtree(self.new, ignore_errors=True)
+            self.new.mkdir()
+        except OSError as e:
+            sys.exit(f"{shown(self.folder)}: cannot be written ({e.strerror}); choose another --out")
+        if self.meta() != before:
+            self.__exit__()
+            print(f"{shown(self.folder)}: the other process has prepared it", flush=True)
+            sys.exit()
+        return self
+
+    def wait(self):
+        print(f"{shown(self.folder)}: another process prepares it; waiting until it ends", flush=True)
+
+    def meta(self):
+        return (self.folder / "meta.json").read_bytes() if (self.folder / "meta.json").is_file() else None
 
     def file(self, name):
         if name not in self.open:
-            self.open[name] = open(self.folder / f"{name}.tmp", "wb", buffering=1 << 20)
+            self.open[name] = open(self.new / name, "wb", buffering=1 << 20)
         return self.open[name]
 
     def add(self, side, parts):
@@ -67,11 +89,18 @@ class Files:
                 self.file(f"{side}.idx").write(np.uint64(count["tokens"]).tobytes())
         count["rows"] += 1
 
-    def finish(self, name, vocab_size, encoder=None, length=0, fingerprint=None):
+    def sample_rows(self, length):
+        """At most 4,096 training rows of this length, evenly spaced, in memory: nothing stays mapped when files are renamed."""
+        ids = np.memmap(self.new / "train.bin", dtype=self.dtype, mode="r")
+        L = min(length, len(ids))
+        rows = ids[:len(ids) // L * L].reshape(-1, L)
+        return rows[np.linspace(0, len(rows) - 1, min(len(rows), 4096)).astype(int)].astype(np.int64)
+
+    def finish(self, name, tokenizer, encoder=None, length=0, fingerprint=None):
         """
         All files under their own names, meta.json last.
 
-        name          the encoder's, as meta.json shall have it
+        name          the encoder's, as meta.json shall have it; "t5": the tokenizer and encoder are new, and saved there, in the folder
         encoder       T5EncoderModel to take the statistics with, on rows of 128 tokens where length does not fix them; None: the paper's
         fingerprint   where it is not that of the files
         """
@@ -82,48 +111,52 @@ class Files:
             rows = ", ".join(f"{count['rows']:,} {side}" for side, count in self.counts.items()) or "none"
             sys.exit(f"{shown(self.folder)}: no rows for {'train' if order[:1] != ['train'] else 'val'} (rows: {rows}): too little text; "
                      "add some, or raise --val_share or --limit where the script has them")
-        figures = dict(x_mean=0.0, x_std=0.2)  # t5-small's, in the paper
-        if encoder is not None:
-            ids = np.memmap(self.folder / "train.bin.tmp", dtype=self.dtype, mode="r")
-            L = min(length or 128, len(ids))
-            figures = statistics(encoder, ids[:len(ids) // L * L].reshape(-1, L))
+        figures = statistics(encoder, self.sample_rows(length or 128)) if encoder else dict(x_mean=0.0, x_std=0.2)  # t5-small's, in the paper
         digest = hashlib.sha256()
-        for file in [self.open[f"{side}.{kind}"].name for side in order for kind in (("bin", "idx") if self.pairs else ("bin",))]:
-            with open(file, "rb") as f:
-                while block := f.read(1 << 20):
-                    digest.update(block)
-        meta = dict(dtype=str(self.dtype), pairs=self.pairs, length=length, encoder=name, vocab_size=vocab_size,
-                    counts={side: self.counts[side] for side in order}, fingerprint=fingerprint or digest.hexdigest()[:12]) | figures
-        replaced = (self.folder / "meta.json").is_file()
+        for side in order:
+            for kind in ("bin", "idx") if self.pairs else ("bin",):
+                with open(self.new / f"{side}.{kind}", "rb") as f:
+                    while block := f.read(1 << 20):
+                        digest.update(block)
+        meta = dict(dtype=str(self.dtype), pairs=self.pairs, length=length, encoder=name, vocab_size=len(tokenizer),
+                    tokenizer=tokenizer_fingerprint(tokenizer), counts={side: self.counts[side] for side in order},
+                    fingerprint=fingerprint or digest.hexdigest()[:12]) | figures
+        if encoder:
+            meta["encoder_weights"] = encoder_fingerprint(encoder)
+        if name == "t5":
+            save_pretrained(self.new / "t5", tokenizer, encoder)
+        (self.new / "meta.json").write_text(json.dumps(meta, indent=1))
+        replaced = self.meta() is not None
         for file in ["meta.json", *(f"{side}.{kind}" for side in ("train", "val", "test") for kind in ("bin", "idx"))]:
             (self.folder / file).unlink(missing_ok=True)  # meta.json first: from here on the folder is not complete
-        for file in self.open:
-            os.replace(self.folder / f"{file}.tmp", self.folder / file)
-        temporary = self.folder / "meta.json.tmp"
-        temporary.write_text(json.dumps(meta, indent=1))
-        os.replace(temporary, self.folder / "meta.json")
+        if name == "t5":
+            shutil.rmtree(self.folder / "t5", ignore_errors=True)
+        for path in sorted(self.new.iterdir(), key=lambda path: path.name == "meta.json"):
+            os.replace(path, self.folder / path.name)
         print(f"{shown(self.folder)}: " + ", ".join(f"{c['rows']:,} {side} {'pairs' if self.pairs else 'rows'} ({c['tokens']:,} tokens, "
               f"{c['tokens'] * self.dtype.itemsize:,} bytes)" for side, c in meta["counts"].items())
               + f", fingerprint {meta['fingerprint']}" + "; replaced what was there" * replaced, flush=True)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def __exit__(self, kind=None, error=None, trace=None):
         for file in self.open.values():
             file.close()
-            Path(file.name).unlink(missing_ok=True)
+        shutil.rmtree(self.new, ignore_errors=True)
+        self.stack.close()
+        if isinstance(error, KeyboardInterrupt):
+            sys.exit(f"interrupted: {shown(self.folder)} is as it was; the same command starts anew")
+        if isinstance(error, OSError):
+            sys.exit(f"{shown(error.filename or self.folder)}: {error.strerror or error}; {shown(self.folder)} was not prepared")
 
 
-def write_dataset(folder, train, val, tokenizer, encoder, fingerprint):
-    """What data/docs makes: rows (n, length) uint16, and their tokenizer and encoder in t5/."""
-    tokenizer.save_pretrained(Path(folder) / "t5")
-    encoder.save_pretrained(Path(folder) / "t5")
-    with Files(folder, train.dtype) as files:
-        for side, rows in (("train", train), ("val", val)):
-            for row in rows:
-                files.add(side, [row])
-        files.finish("t5", len(tokenizer), encoder, train.shape[1], fingerprint)
+def save_pretrained(folder, tokenizer, model):
+    """Both into this folder, in the Hugging Face format, as transformers 4 reads it and 5 too."""
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    file = Path(folder) / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in settings.items() if key in ("eos_token", "pad_token", "unk_token", "model_max_length")}
+    file.write_text(json.dumps(kept | dict(
+        tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False, additional_special_tokens=["<extra_id_0>"]), indent=1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,40 +200,44 @@ def as_they_are(items, vocab_size, dtype, val_share):
         yield side_of(ids.tobytes(), val_share), [ids] if len(ids) else None
 
 
-def build(args, items, pairs=False, val_share=0.0, total=None, pretokenized=False):
+def build(args, items, pairs=False, val_share=0.0, total=None, pretokenized=False, made=None):
     """
     The prepared folder args.out, from args.encoder's tokens, by args.workers threads.
 
     items     yields (side, (text,)), or (side, (condition, target)) for pairs; the side is "train", "val" or "test", or None: then the
               hash of the (first) text sends val_share of them to val. With pretokenized, token ids stand for the text
     total     how many they are, for the bar, where that is known
+    made      a tokenizer and an encoder in place of args.encoder's, to be kept in the folder
     raises    SystemExit with one line if anything is amiss; the folder is then as it was
     """
-    tokenizer = load_tokenizer(args.encoder)
+    os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # of the tokenizers library, before its first call
+    tokenizer, encoder = made or (load_tokenizer(args.encoder), None)
     if not tokenizer.is_fast or tokenizer.eos_token_id != EOS:
         sys.exit(f"--encoder {args.encoder}: needs a fast tokenizer whose </s> is token {EOS}, as every T5 has")
-    encoder = None if Path(args.encoder).name == "t5-small" else load_encoder(args.encoder, pick_device())  # early: it may not be there
+    if not made and Path(args.encoder).name != "t5-small":  # whose statistics the paper has
+        encoder = load_encoder(args.encoder, pick_device())
     dtype = np.dtype("uint16" if len(tokenizer) <= 65535 else "uint32")
     if pretokenized:
         rows = as_they_are(items, len(tokenizer), dtype, val_share)
     else:
-        os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # of the tokenizers library, before its first call
         rows = tokenise(items, tokenizer, dtype, [] if pairs else [EOS], val_share)
-    dropped = 0
-    try:
-        with Files(args.out, dtype, pairs) as files:
-            for side, parts in tqdm(rows, total=total, desc="tokenising", unit=" rows", dynamic_ncols=True):
-                if parts is None:
-                    dropped += 1
-                else:
-                    files.add(side, parts)
-            if dropped:
-                print(f"{dropped:,} rows dropped: {'condition or target' if pairs else 'they'} had no token")
-            files.finish(args.encoder, len(tokenizer), encoder)
-    except KeyboardInterrupt:
-        sys.exit(f"interrupted: {shown(args.out)} is as it was; the same command starts anew")
-    except OSError as e:
-        sys.exit(f"{shown(e.filename or args.out)}: {e.strerror or e}; {shown(args.out)} was not prepared")
+    dropped = unknown = 0
+    with Files(args.out, dtype, pairs) as files:
+        for side, parts in progress(rows, total=total, desc="tokenising", unit=" rows"):
+            if parts is None:
+                dropped += 1
+            else:
+                files.add(side, parts)
+                unknown += sum(np.count_nonzero(part == tokenizer.unk_token_id) for part in parts)
+        if dropped:
+            print(f"{dropped:,} rows dropped: {'condition or target' if pairs else 'they'} had no token")
+        share = unknown / max(1, sum(count["tokens"] for count in files.counts.values()))
+        if share > 0.01:
+            say = f"{share:.0%} of the tokens are <unk>: {args.encoder} does not know this text"
+            if share > 0.2 and not args.allow_unknown:
+                sys.exit(f"{say}; choose another --encoder, or --encoder scratch where the script has it, or go on with --allow_unknown")
+            print(say)
+        files.finish("t5" if made else args.encoder, tokenizer, encoder)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,7 +263,8 @@ def options(doc, folder, repo=None):
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encoder", default="t5-small", help="T5 whose tokens to write: repo id or folder like data/docs/t5 (%(default)s)")
     parser.add_argument("--workers", type=whole, default=os.cpu_count(), help="threads (%(default)s)")
-    parser.add_argument("--out", type=Path, default=folder, help="folder to write instead of the script's own")
+    parser.add_argument("--out", type=lambda name: ROOT / name, default=folder, help="folder to write, from the repository's on (the script's own)")
+    parser.add_argument("--allow_unknown", action="store_true", help="go on though over 20 %% of the tokens are unknown to the encoder")
     if repo:
         parser.add_argument("--repo", default=repo, help="another repo id, or a folder of Parquet files, with its columns (%(default)s)")
         parser.add_argument("--limit", type=whole, metavar="N", help="the first N rows of each split: a trial, best in an --out of its own")

@@ -25,7 +25,8 @@ class Rows:
         except (OSError, ValueError) as e:  # missing, empty, or not whole tokens
             sys.exit(f"{file}: missing, empty or cut short ({e}); {again}")
         count = meta["counts"][file.stem]
-        if len(self.tokens) != count["tokens"] or meta["pairs"] and (len(self.offsets) != 2 * count["rows"] + 1 or self.offsets[-1] != len(self.tokens)):
+        whole = self.offsets is None or len(self.offsets) == 2 * count["rows"] + 1 and self.offsets[-1] == len(self.tokens)
+        if len(self.tokens) != count["tokens"] or not whole:
             sys.exit(f"{file}: {len(self.tokens)} tokens, and not the {count['tokens']} in {count['rows']} rows that meta.json tells of; {again}")
         if len(self) == 0:
             sys.exit(f"{file}: {len(self.tokens)} tokens, less than one row of length = {L}; choose a smaller --length or more text")
@@ -50,10 +51,10 @@ class Rows:
         return ids, n_cond
 
 
-def open_data(data, length=0, cond_length=0, encoder="", prepare=""):
+def open_data(data, length=0, cond_length=0, prepare=""):
     """
     (train, val, meta) of the folder data: two `Rows`, and the dict in its meta.json. Makes the folder first if prepare says how.
-    length, cond_length, encoder: what the run's config says; SystemExit with one line where the data says otherwise.
+    length, cond_length: what the run's config says; SystemExit with one line where the data says otherwise.
     """
     folder = ROOT / data
     if not (folder / "meta.json").is_file():
@@ -75,8 +76,6 @@ def open_data(data, length=0, cond_length=0, encoder="", prepare=""):
         sys.exit(f"{folder}/meta.json: damaged ({type(e).__name__}: {e}); delete it and prepare the data again")
     if length and L and length != L:
         sys.exit(f"length = {length}: {data} holds rows of {L} tokens")
-    if encoder and (ROOT / encoder).resolve() not in [(at / meta["encoder"]).resolve() for at in (ROOT, folder)]:
-        sys.exit(f"encoder = {encoder}: {data} was prepared for {meta['encoder']}; prepare it again, or give --encoder={meta['encoder']}")
     if bool(cond_length) != meta["pairs"] and length or cond_length >= max(1, length):
         sys.exit(f"cond_length = {cond_length}: must be from 1 to length - 1 for data of pairs, and 0 for other data; {data} "
                  f"{'holds' if meta['pairs'] else 'does not hold'} pairs")

@@ -74,15 +74,16 @@ def records(file, *alternatives, optional=()):
         if keys is None:
             sys.exit(f"{where}: must have " + ", or ".join(" and ".join(f'"{key}"' for key in keys) for keys in alternatives))
         for key in (*keys, *optional):
-            value = record.get(key, "" if key in optional else None)
-            if not (value is None and key in optional) and not (isinstance(value, str) and (value.isascii() or not re.search("[\ud800-\udfff]", value))):
+            value = record.get(key)
+            text = isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+            if not text and not (value is None and key in optional):
                 sys.exit(f'{where}: "{key}" is not text')
         yield record
 
 
 def read_samples(file):
     """What sample.py --out wrote, or anyone else: texts, some perhaps with a reference."""
-    return list(records(file, ("text",), optional=("reference", "data", "encoder", "ckpt"))) or sys.exit(f"{file}: is empty")
+    return list(records(file, ("text",), optional=("reference", "data", "encoder", "tokenizer", "ckpt"))) or sys.exit(f"{file}: is empty")
 
 
 def read_conditions(source, n):
@@ -93,7 +94,7 @@ def read_conditions(source, n):
     elif kind_of(source) == ".txt":
         found = [dict(cond=text.rstrip("\r\n")) for _, text in lines(source)]
     else:
-        return [dict(cond=source)] * (n or 4)
+        return [dict(cond=source) for _ in range(n or 4)]
     return found[:n] or sys.exit(f"--cond {source}: is empty")
 
 

@@ -17,6 +17,8 @@ import hashlib
 import importlib.util
 import os
 import re
+import shutil
+import signal
 import sys
 import sysconfig
 import warnings
@@ -24,22 +26,20 @@ from multiprocessing import Pool
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parents[1]))
+from config.machine import progress, run_program  # noqa: E402
 from data import EOS  # noqa: E402
 from data.encoder import load_tokenizer  # noqa: E402
-from data.files import side_of, write_dataset  # noqa: E402
-from data.scratch import to_rows, train_encoder, train_scorer, train_tokenizer  # noqa: E402
+from data.files import Files, save_pretrained, side_of  # noqa: E402
+from data.scratch import RECIPE, VOCAB_SIZE, to_rows, train_encoder, train_scorer, train_tokenizer  # noqa: E402
 
 PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "tqdm", "tiktoken"]
 LENGTH = 32            # tokens a row, </s> included; longer paragraphs are dropped, not cut
-VOCAB_SIZE = 4096
 VAL_SHARE = 0.05
 MIN_PARAGRAPHS = 1000
 SCORER_STEPS = 2600
-ENCODER = dict(width=64, layers=4, heads=4, steps=3200)
 
 # Prose is a capital letter, then words and light punctuation, then a full stop.
 PROSE = re.compile(r"[A-Z][A-Za-z0-9 ,;:'\"()/%-]*(?:\.[A-Za-z0-9 ,;:'\"()/%-]+)*[.!?]")
@@ -97,8 +97,8 @@ def prose(block):
 
 def collect(read, files):
     """What `read` finds in all the files, in their order, each thing once."""
-    with Pool(os.cpu_count()) as pool:
-        found = tqdm(pool.imap(read, files, chunksize=32), total=len(files), desc="reading docstrings")
+    with Pool(os.cpu_count(), signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:  # Ctrl-C is the parent's to answer
+        found = progress(pool.imap(read, files, chunksize=32), total=len(files), desc="reading docstrings")
         return list(dict.fromkeys(thing for in_file in found for thing in in_file))
 
 
@@ -117,8 +117,10 @@ def make_scorer():
     if not (HERE / "meta.json").is_file():
         sys.exit("data/docs: no meta.json yet; first run: python data/docs/prepare.py")
     rows = np.fromfile(HERE / "train.bin", dtype=np.uint16).reshape(-1, LENGTH)
-    train_scorer(rows, VOCAB_SIZE, SCORER_STEPS).save_pretrained(HERE / "scorer")
-    load_tokenizer(HERE / "t5").save_pretrained(HERE / "scorer")
+    scorer, new = train_scorer(rows, VOCAB_SIZE, SCORER_STEPS), HERE / "scorer.tmp"
+    save_pretrained(new, load_tokenizer(HERE / "t5"), scorer)
+    shutil.rmtree(HERE / "scorer", ignore_errors=True)
+    os.replace(new, HERE / "scorer")
 
 
 def main(argv=None):
@@ -127,17 +129,21 @@ def main(argv=None):
         return make_scorer()
     if argv:
         sys.exit(f"{' '.join(argv)}: prepare.py takes no argument but --scorer")
-    train_texts, val_texts, fingerprint = corpus(list(source_files()))
-    if len(train_texts) < MIN_PARAGRAPHS:
-        sys.exit(f"{len(train_texts)} paragraphs found: too few to learn from; install the packages of requirements.txt")
-    tokenizer = train_tokenizer(train_texts, VOCAB_SIZE)
-    train, val = to_rows(tokenizer, train_texts, LENGTH), to_rows(tokenizer, val_texts, LENGTH)
-    np.random.default_rng(0).shuffle(train)
-    print(f"{len(train):,} training and {len(val):,} validation paragraphs of at most {LENGTH} tokens, "
-          f"{(train != EOS).sum():,} training tokens, fingerprint {fingerprint}", flush=True)
-    encoder = train_encoder(train, VOCAB_SIZE, **ENCODER)
-    write_dataset(HERE, train, val, tokenizer, encoder, fingerprint)
+    with Files(HERE, np.uint16) as files:
+        train_texts, val_texts, fingerprint = corpus(list(source_files()))
+        if len(train_texts) < MIN_PARAGRAPHS:
+            sys.exit(f"{len(train_texts)} paragraphs found: too few to learn from; install the packages of requirements.txt")
+        tokenizer = train_tokenizer(train_texts, VOCAB_SIZE)
+        train, val = to_rows(tokenizer, train_texts, LENGTH), to_rows(tokenizer, val_texts, LENGTH)
+        np.random.default_rng(0).shuffle(train)
+        print(f"{len(train):,} training and {len(val):,} validation paragraphs of at most {LENGTH} tokens, "
+              f"{(train != EOS).sum():,} training tokens, fingerprint {fingerprint}", flush=True)
+        encoder = train_encoder(train, VOCAB_SIZE, **RECIPE)
+        for side, rows in (("train", train), ("val", val)):
+            for row in rows:
+                files.add(side, [row])
+        files.finish("t5", tokenizer, encoder, LENGTH, fingerprint)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parents[1]))
+from config.machine import run_program  # noqa: E402
 from data import EOS  # noqa: E402
 from data.encoder import to_ids  # noqa: E402
 from data.docs.prepare import collect, parsed, prose, source_files  # noqa: E402
 from data.files import Files, side_of  # noqa: E402
-from data.scratch import train_encoder, train_tokenizer  # noqa: E402
+from data.scratch import RECIPE, VOCAB_SIZE, train_encoder, train_tokenizer  # noqa: E402
 
 LENGTH, COND_LENGTH = 48, 24  # longer pairs are dropped, not cut
-VOCAB_SIZE = 4096
 VAL_SHARE = 0.05
 MIN_PAIRS = 1000
-ENCODER = dict(width=64, layers=4, heads=4, steps=2600)
+ENCODER = RECIPE | dict(steps=2600)
 
 
 def signature(node):
@@ -54,26 +54,24 @@ def pairs(file):
 def main(argv=None):
     if argv := sys.argv[1:] if argv is None else argv:
         sys.exit(f"{' '.join(argv)}: prepare.py takes no argument")
-    found = collect(pairs, list(source_files()))
-    if len(found) < MIN_PAIRS:
-        sys.exit(f"{len(found)} pairs found: too few to learn from; install the packages of requirements.txt")
-    digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
-    sides = [side_of(name.encode(), VAL_SHARE) for name, _, _ in found]
-    tokenizer = train_tokenizer([text for side, pair in zip(sides, found) if side == "train" for text in pair[1:]], VOCAB_SIZE)
-    ids = [to_ids(tokenizer, [pair[part] for pair in found]) for part in (1, 2)]
-    kept = [(side, cond, target) for side, cond, target in zip(sides, *ids)
-            if 0 < len(cond) <= COND_LENGTH and 0 < len(target) < LENGTH - COND_LENGTH]
-    kept = [kept[i] for i in np.random.default_rng(0).permutation(len(kept))]
-    rows = np.array([cond + target + [EOS] * (LENGTH - len(cond + target)) for side, cond, target in kept if side == "train"], np.uint16)
-    print(f"{len(rows):,} training and {len(kept) - len(rows):,} validation pairs, fingerprint {digest}", flush=True)
-    encoder = train_encoder(rows, VOCAB_SIZE, **ENCODER)
-    for part in (tokenizer, encoder):
-        part.save_pretrained(HERE / "t5")
-    with Files(HERE, np.uint16, pairs=True) as out:
+    with Files(HERE, np.uint16, pairs=True) as files:
+        found = collect(pairs, list(source_files()))
+        if len(found) < MIN_PAIRS:
+            sys.exit(f"{len(found)} pairs found: too few to learn from; install the packages of requirements.txt")
+        digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
+        sides = [side_of(name.encode(), VAL_SHARE) for name, _, _ in found]
+        tokenizer = train_tokenizer([text for side, pair in zip(sides, found) if side == "train" for text in pair[1:]], VOCAB_SIZE)
+        ids = [to_ids(tokenizer, [pair[part] for pair in found]) for part in (1, 2)]
+        kept = [(side, cond, target) for side, cond, target in zip(sides, *ids)
+                if 0 < len(cond) <= COND_LENGTH and 0 < len(target) < LENGTH - COND_LENGTH]
+        kept = [kept[i] for i in np.random.default_rng(0).permutation(len(kept))]
+        rows = np.array([cond + target + [EOS] * (LENGTH - len(cond + target)) for side, cond, target in kept if side == "train"], np.uint16)
+        print(f"{len(rows):,} training and {len(kept) - len(rows):,} validation pairs, fingerprint {digest}", flush=True)
+        encoder = train_encoder(rows, VOCAB_SIZE, **ENCODER)
         for side, *parts in kept:
-            out.add(side, [np.array(part, np.uint16) for part in parts])
-        out.finish("t5", len(tokenizer), encoder, fingerprint=digest)
+            files.add(side, [np.array(part, np.uint16) for part in parts])
+        files.finish("t5", tokenizer, encoder, fingerprint=digest)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -11,8 +11,9 @@ A document's side, train or val, depends on its own text alone. An interrupted r
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parents[1]))
+from config.machine import run_program  # noqa: E402
 from data.files import build, columns, hub, options, share  # noqa: E402
 
 REPO, REVISION = "Skylion007/openwebtext", "refs/convert/parquet"  # `datasets` no longer runs the script of the main revision
@@ -31,4 +32,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -6,16 +6,20 @@ All files must be of one kind, documents or pairs. The hash of a document, or of
 validation, so more text later moves none. What the folder held before is replaced only once the new data are complete.
 
     python data/text/prepare.py book.txt more.jsonl.gz
-    python data/text/prepare.py notes.txt --encoder data/docs/t5    # without the Hugging Face hub, after data/docs/prepare.py
+    python data/text/prepare.py mine.txt --encoder scratch          # without the Hugging Face hub: a tokenizer and an encoder of its own
+    python data/text/prepare.py notes.txt --encoder data/docs/t5    # or those of data/docs/prepare.py, for English about code
 """
-import itertools
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parents[1]))
+from config.machine import run_program  # noqa: E402
 from data.files import build, options, share  # noqa: E402
+from data.scratch import make_t5  # noqa: E402
 from data.texts import documents, kind_of, records  # noqa: E402
+
+MOST = 20_000_000  # characters that --encoder scratch learns from
 
 
 def read(file):
@@ -41,6 +45,17 @@ def items(files):
             sys.exit(f"{file}: no text in it")
 
 
+def first_texts(files):
+    """The texts at the beginning of the files, as many as a tokenizer and an encoder learn from."""
+    texts, size = [], 0
+    for _, parts in items(files):
+        texts += parts
+        size += sum(map(len, parts))
+        if size > MOST:
+            break
+    return texts
+
+
 def main(argv=None):
     parser = options(__doc__, HERE)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
@@ -53,10 +68,10 @@ def main(argv=None):
             sys.exit(f"{file}: must end in .txt or .jsonl, or either and .gz")
         if not file.stat().st_size:
             sys.exit(f"{file}: empty")
-    rows = items(args.files)
-    first = next(rows)
-    build(args, itertools.chain([first], rows), pairs=len(first[1]) == 2, val_share=args.val_share)
+    pairs = len(next(items(args.files))[1]) == 2
+    made = make_t5(first_texts(args.files)) if args.encoder == "scratch" else None
+    build(args, items(args.files), pairs, args.val_share, made=made)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -10,8 +10,9 @@ An interrupted run leaves nothing behind; run again, it starts anew.
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parents[1]))
+from config.machine import run_program  # noqa: E402
 from data.files import build, columns, hub, options  # noqa: E402
 
 REPO, CONFIG = "wmt/wmt14", "de-en"
@@ -25,4 +26,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)
