@@ -75,15 +75,29 @@ def compile_blocks(model, device):
 # ---------------------------------------------------------------------------------------------------------------------
 # the console, and files that two processes want
 
-def run_program(main, interrupted="interrupted"):
-    """main(), so that its output cannot end it: letters the console lacks are escaped, a reader that has left is no error, Ctrl-C is one line."""
-    for stream in (sys.stdout, sys.stderr):
+class Console:
+    """A stream that cannot end a program: letters it lacks are escaped, and where its reader has left (| head, a closed terminal) text is lost."""
+
+    def __init__(self, stream):
         stream.reconfigure(errors="backslashreplace")
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+def run_program(main, interrupted="interrupted"):
+    """main(), whose output cannot end it, and which Ctrl-C ends with one line."""
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     try:
         main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # python sample.py | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr, flush=True)
         os._exit(130)  # whatever it was at: threads of torch.compile, a download, ...
