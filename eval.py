@@ -1,5 +1,5 @@
 """
-Scores generated text: Gen. PPL and entropy as in Tab. 6 and 7, repetition, diversity, copying, and BLEU or ROUGE.
+Scores generated text: Gen. PPL and entropy as in Tab. 6 and 7, repetition, copying, words that do not exist, variety of words, and BLEU or ROUGE.
 
     python eval.py samples.jsonl                      # what sample.py --out wrote
     python eval.py --ckpt out/docs --seeds 3          # samples with three seeds and scores: mean ± standard error
@@ -104,6 +104,24 @@ def distinct(rows, n):
     return len(set(grams)) / max(1, len(grams))
 
 
+def words(text):
+    """Its words as a reader takes them, whatever the tokens are: runs of letters, in small letters."""
+    return re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)?", text.lower())
+
+
+def known_words(train, tokenizer, most=10_000_000):
+    """The words of the training rows, as many of them as hold that many tokens."""
+    ids, _ = train.batch(range(min(len(train), most // train.L)))
+    return {word for text in tokenizer.batch_decode(ids, skip_special_tokens=True) for word in words(text)}
+
+
+def word_figures(texts, known=None):
+    """Words a sample, distinct words and word pairs as a share of all, and the share of samples that hold a word which is not known."""
+    rows = [words(text) for text in texts]
+    figures = dict(words=float(np.mean([len(row) for row in rows])), distinct1=distinct(rows, 1), distinct2=distinct(rows, 2))
+    return figures | (dict(invented=float(np.mean([not known.issuperset(row) for row in rows]))) if known else {})
+
+
 def window_hashes(ids, n):
     """A hash (uint64) of every window of n tokens."""
     hashes = np.zeros(max(0, len(ids) - n + 1), np.uint64)
@@ -152,13 +170,13 @@ def report(rows, scorer, perplexity=True):
     return (dict(gen_ppl=gen_ppl(scorer.model, kept, scorer.eos, scorer.window)) if perplexity else {}) | dict(
         entropy=float(np.mean([entropy(row[:scorer.window]) for row in kept])), tokens=float(np.mean([len(row) for row in kept])),
         repeated=float(np.mean([r[0] for r in repeats])), repeat_cover=float(np.mean([r[1] for r in repeats])),
-        distinct1=distinct(kept, 1), distinct2=distinct(kept, 2), samples=len(rows), empty=len(rows) - len(kept),
+        samples=len(rows), empty=len(rows) - len(kept),
         truncated=sum(len(row) > scorer.window for row in kept))
 
 
-def score(texts, scorer, tokenizer, train, rows=None):
-    """`report` of texts, or, without a perplexity, of rows that the scorer wrote; and how much is copied, where the training rows are here."""
-    figures = report(rows or [scorer.encode(text) for text in texts], scorer, perplexity=rows is None)
+def score(texts, scorer, tokenizer, train, known, rows=None):
+    """All figures of texts (without a perplexity, where the scorer wrote them, as rows); some only where the training rows are here."""
+    figures = report(rows or [scorer.encode(text) for text in texts], scorer, perplexity=rows is None) | word_figures(texts, known)
     if train is not None:
         figures["copied"] = copied(to_ids(tokenizer, texts), train.tokens)
     return figures
@@ -245,6 +263,7 @@ def main(argv=None):
     if (args.real or model and settings.get("cond_length")) and (val is None or (args.real or 0) > len(val)):
         sys.exit(f"--real {args.real}: {data or source} has {len(val or [])} validation rows here")
 
+    known = known_words(train, tokenizer) if train is not None else None
     results = []
     for seed in range(args.seeds):
         rows, figures = None, {}
@@ -260,16 +279,16 @@ def main(argv=None):
             _, texts = validation_texts(val, tokenizer, args.real, seed)
         else:
             texts, figures = sampled_texts(model, settings, tokenizer, val, args.n, seed, how)
-        results.append(score(texts, scorer, tokenizer, train, rows) | figures)
+        results.append(score(texts, scorer, tokenizer, train, known, rows) | figures)
     # beside them, real rows: what "as good as the data" would be, and how good the scorer is
     beside = {}
     if val is not None and not args.real:
-        beside = score(validation_texts(val, tokenizer, results[0]["samples"], 0)[1], scorer, tokenizer, train)
+        beside = score(validation_texts(val, tokenizer, results[0]["samples"], 0)[1], scorer, tokenizer, train, known)
 
     what = dict(source=source, scorer=scorer.name)
     what |= dict(ar=True) if args.ar else dict(real=args.real) if args.real else {} if items else how | dict(n=args.n)
     print("  ".join(f"{k}={v}" for k, v in what.items()))
-    summary = {f"real_{key}": beside[key] for key in ("gen_ppl", "entropy") if beside} | print_table(results, beside)
+    summary = {f"real_{key}": beside[key] for key in ("gen_ppl", "entropy", "distinct1", "invented") if beside} | print_table(results, beside)
     with results_file:
         results_file.write(json.dumps(what | summary | dict(seeds=len(results))) + "\n")
 

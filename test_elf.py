@@ -1069,6 +1069,20 @@ def test_figures_of_known_rows():
     assert evaluate.distinct([[1, 2, 1], [2, 1]], 1) == 2 / 5 and evaluate.distinct([[1, 2, 1], [2, 1]], 2) == 2 / 3
 
 
+def test_figures_of_known_words():
+    texts = ["The cat's 2nd cat_s, r\u00e9sum\u00e9.", "the dog", ""]
+    assert evaluate.words(texts[0]) == ["the", "cat's", "nd", "cat", "s", "r\u00e9sum\u00e9"]
+    figures = evaluate.word_figures(texts, known={"the", "dog"})
+    assert figures == dict(words=8 / 3, distinct1=7 / 8, distinct2=6 / 6, invented=1 / 3)
+
+
+def test_known_words_are_those_of_the_training_rows(docs):
+    train, val, _ = open_data(str(docs[0]))
+    tokenizer = load_tokenizer(docs[0] / "t5")
+    texts = [to_text(tokenizer, ids) for ids in train.batch(range(len(train)))[0]]
+    assert evaluate.known_words(train, tokenizer) == {word for text in texts for word in evaluate.words(text)}
+
+
 def test_copying_is_seen():
     train_ids = np.random.default_rng(0).integers(4, 4000, 1000).astype(np.uint16)
     long, short = train_ids[100:140].tolist(), train_ids[500:505].tolist()
@@ -1105,6 +1119,7 @@ def test_eval_program(scorer, run, docs, tmp_path, capsys):
     assert "6 real validation rows" in out and "4 real validation rows" in out and math.isfinite(ar["real_gen_ppl"])
     [real_column] = re.findall(r"gen_ppl +- +(\S+)", out)
     assert math.isclose(float(real_column), ar["real_gen_ppl"], rel_tol=1e-3)
+    assert 0 <= file["invented"] <= 1 and 0 < file["distinct1"] <= 1 and file["real_invented"] <= 1
     assert file["empty"] == 1 and file["samples"] == 4 and math.isfinite(file["gen_ppl"]) and file["copied"] >= 0.5
 
 
