@@ -358,7 +358,7 @@ def docs(tmp_path_factory):
     (folder / "package.py").write_text(source)
     (folder / "broken.py").write_text("def (:")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in dict(HERE=folder, LENGTH=40, VOCAB_SIZE=80, MIN_PARAGRAPHS=10, source_files=lambda: sorted(folder.glob("*.py")),
+        for name, value in dict(HERE=folder, LENGTH=40, COMMON=1, MIN_SENTENCES=10, source_files=lambda: sorted(folder.glob("*.py")),
                                 RECIPE=dict(width=16, layers=1, heads=2, steps=30)).items():
             patch.setattr(prepare, name, value)
         prepare.main([])
@@ -1414,9 +1414,9 @@ def test_who_sees_whom_in_the_encoder(docs):
     with torch.no_grad():
         for parameter in encoder.parameters():  # louder than training left it: what is seen must show
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=seeded(parameter.numel())))
-    ids = torch.randint(4, 80, (4, L), generator=seeded(0))
-    other_target = torch.where(COND[..., 0], ids, torch.randint(4, 80, (4, L), generator=seeded(1)))
-    other_cond = torch.where(COND[..., 0], torch.randint(4, 80, (4, L), generator=seeded(2)), ids)
+    ids = torch.randint(4, encoder.config.vocab_size, (4, L), generator=seeded(0))
+    other_target = torch.where(COND[..., 0], ids, torch.randint(4, encoder.config.vocab_size, (4, L), generator=seeded(1)))
+    other_cond = torch.where(COND[..., 0], torch.randint(4, encoder.config.vocab_size, (4, L), generator=seeded(2)), ids)
     drop = torch.tensor([False, False, True, False])
 
     def x(ids, **kw):
@@ -1973,10 +1973,10 @@ def test_an_interruption_leaves_docs_as_they_were(docs, tmp_path, monkeypatch):
     shutil.copytree(docs[0], tmp_path / "docs")
     (tmp_path / "docs" / "package.py").write_text(prose_module(300)[0])
     before = {f: f.read_bytes() for f in (tmp_path / "docs").rglob("*") if f.is_file()}
-    for name, value in dict(HERE=tmp_path / "docs", LENGTH=40, VOCAB_SIZE=80, MIN_PARAGRAPHS=10, RECIPE=dict(width=16, layers=1, heads=2, steps=2),
+    for name, value in dict(HERE=tmp_path / "docs", LENGTH=40, COMMON=1, MIN_SENTENCES=10, RECIPE=dict(width=16, layers=1, heads=2, steps=2),
                             source_files=lambda: [tmp_path / "docs" / "package.py"]).items():
         monkeypatch.setattr(prepare, name, value)
-    for name in ("train_tokenizer", "train_encoder", "to_rows"):
+    for name in ("word_tokenizer", "train_encoder", "to_rows"):
         with monkeypatch.context() as patch, pytest.raises(SystemExit, match="interrupted: .* is as it was"):
             patch.setattr(prepare, name, lambda *a, **kw: (_ for _ in ()).throw(KeyboardInterrupt))
             prepare.main([])

@@ -3,7 +3,7 @@ name = "docs"
 data = "data/docs"
 prepare = "data/docs/prepare.py"
 encoder = "data/docs/t5"
-length = 32
+length = 18
 
 depth = 6
 dim = 192

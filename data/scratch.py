@@ -1,6 +1,7 @@
 """A tokenizer, a small T5 encoder and a small scorer made from scratch, where the released ones cannot be had."""
 import json
 import sys
+from collections import Counter
 
 import numpy as np
 import torch
@@ -30,21 +31,42 @@ def train_tokenizer(texts, vocab_size):
     pieces = json.loads(tokenizer.to_str())["model"]["vocab"][len(SPECIAL):]
     pieces = sorted(((piece, round(score, 6)) for piece, score in pieces), key=lambda entry: (-entry[1], entry[0]))
     tokenizer.model = models.Unigram([(piece, 0.0) for piece in SPECIAL] + pieces, unk_id=UNK)
+    return wrapped(tokenizer)
+
+
+def word_tokenizer(texts, least):
+    """Whole words, with the space before them, and single punctuation marks: those that occur at least so often; all others are <unk>."""
+    pre = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")])
+    count = Counter(token for text in texts for token, _ in pre.pre_tokenize_str(text))
+    kept = sorted((token for token, n in count.items() if n >= least), key=lambda token: (-count[token], token))
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(SPECIAL + kept)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoders.Metaspace()
+    return wrapped(tokenizer)
+
+
+def wrapped(tokenizer):
+    """As transformers has tokenizers."""
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
                                    additional_special_tokens=["<extra_id_0>"])
 
 
 def to_rows(tokenizer, texts, length):
-    """Texts of fewer than `length` tokens as rows (n, length) uint16, each ended and padded with </s>; longer ones are dropped."""
-    ids = (t for t in to_ids(tokenizer, texts) if 0 < len(t) < length)
+    """
+    Texts of fewer than `length` tokens, all of them known, as rows (n, length) uint16, each ended and padded with </s>; other texts are
+    dropped.
+    """
+    ids = (t for t in to_ids(tokenizer, texts) if 0 < len(t) < length and UNK not in t)
     return np.array([t + [EOS] * (length - len(t)) for t in ids], dtype=np.uint16).reshape(-1, length)
 
 
-def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, lr=3e-3, mask_share=0.3, seed=0):
+def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, lr=3e-3, mask_share=0.3, noise_weight=0.0, seed=0):
     """
     A T5 encoder trained from scratch to predict masked tokens: a stand-in for the T5 objective, which would need a decoder.
 
     rows      (n, L) tokens; masks fall on text, never on the </s> that pads
+    noise_weight   of a second loss, which is no part of T5's objective: to be readable under noise. From the encoder's output, scaled as
+              ELF will see it, plus noise of a random strength of up to 1, another head names tokens that the encoder saw. Words of like
+              use then lie apart, and samples have more variety
     returns   T5EncoderModel; the loss of its last steps is on the bar
     """
     torch.manual_seed(seed)
@@ -52,9 +74,9 @@ def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, 
     rows = torch.from_numpy(rows.astype(np.int64))
     encoder = T5EncoderModel(T5Config(vocab_size=vocab_size, d_model=width, d_kv=width // heads, d_ff=4 * width, num_layers=layers,
                                       num_heads=heads, dropout_rate=0.0, pad_token_id=PAD, eos_token_id=EOS))
-    head = torch.nn.Linear(width, vocab_size)
+    head, noisy_head = torch.nn.Linear(width, vocab_size), torch.nn.Linear(width, vocab_size)
     matrices = [p for n, p in encoder.named_parameters() if n.startswith("encoder.block") and p.ndim == 2 and "bias" not in n]
-    rest = [p for p in [*encoder.parameters(), *head.parameters()] if all(p is not m for m in matrices)]
+    rest = [p for module in (encoder, head, noisy_head) for p in module.parameters() if all(p is not m for m in matrices)]
     opts = [torch.optim.Muon(matrices, 3 * lr, weight_decay=0.0), torch.optim.Adam(rest, lr=lr, fused=True)]
     schedules = [torch.optim.lr_scheduler.LambdaLR(opt, lambda s: min(1, (s + 1) / 200, (steps - s) / (0.3 * steps))) for opt in opts]
     masks = max(1, int(mask_share * (rows != EOS).float().mean() * batch_size * rows.shape[1]))  # the same number every step
@@ -63,12 +85,17 @@ def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, 
         while len(order) < batch_size:
             order = torch.cat([order, torch.randperm(len(rows), generator=rng)])
         ids, order = rows[order[:batch_size]], order[batch_size:]
-        where = (torch.rand(ids.shape, generator=rng) * (ids != EOS)).flatten().topk(masks).indices
+        where = draw_tokens(ids, masks, rng)
         masked = ids.flatten().index_fill(0, where, MASK).view_as(ids)
         with autocast(torch.device("cpu")):
             hidden = encoder(input_ids=masked).last_hidden_state.flatten(0, 1)
-            loss = F.cross_entropy(head(hidden[where]).float(), ids.flatten()[where])
-        loss.backward()
+            loss = total = F.cross_entropy(head(hidden[where]).float(), ids.flatten()[where])
+            if noise_weight:
+                seen = draw_tokens(ids, masks, rng)
+                x = (hidden - hidden.detach().mean(0)).float() / (hidden.detach().float().std(0) + 1e-6)
+                x = x[seen] + torch.rand(masks, 1, generator=rng) * torch.randn(masks, width, generator=rng)
+                total = loss + noise_weight * F.cross_entropy(noisy_head(x).float(), ids.flatten()[seen])
+        total.backward()
         for opt, schedule in zip(opts, schedules):
             opt.step()
             opt.zero_grad()
@@ -76,6 +103,11 @@ def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, 
         if step % 20 == 0 or step == steps - 1:
             bar.set_postfix_str(f"masked-token loss {loss.item():.3f}", refresh=False)
     return encoder.eval()
+
+
+def draw_tokens(ids, count, rng):
+    """Places (count,) of tokens of text in the flattened ids."""
+    return (torch.rand(ids.shape, generator=rng) * (ids != EOS)).flatten().topk(count).indices
 
 
 def make_t5(texts, length=32):

@@ -1,9 +1,10 @@
 """
-English prose that every user of this repository already has: the docstrings of the installed packages.
+English prose that every user of this repository already has: the docstrings and comments of the installed packages, sentence by sentence.
 
-Source files are read with `ast`; nothing is imported or downloaded. What it makes, all in this folder:
+Source files are read with `ast`; nothing is imported or downloaded. A small model can speak a small language: kept are sentences of fewer
+than LENGTH tokens, all of whose words are common. The tokens are whole words and punctuation marks. What it makes, all in this folder:
 
-    train.bin, val.bin   one paragraph a row: LENGTH tokens (uint16), ended and padded with </s>
+    train.bin, val.bin   one sentence a row: LENGTH tokens (uint16), ended and padded with </s>
     t5/                  a tokenizer and a small frozen T5 encoder, as `save_pretrained` writes them
     meta.json            sizes, the corpus fingerprint, the encoder's output statistics
 
@@ -21,7 +22,9 @@ import shutil
 import signal
 import sys
 import sysconfig
+import textwrap
 import warnings
+from itertools import groupby
 from multiprocessing import Pool
 from pathlib import Path
 
@@ -33,14 +36,16 @@ from config.machine import progress, run_program  # noqa: E402
 from data import EOS  # noqa: E402
 from data.encoder import load_tokenizer  # noqa: E402
 from data.files import Files, save_pretrained, side_of  # noqa: E402
-from data.scratch import RECIPE, VOCAB_SIZE, to_rows, train_encoder, train_scorer, train_tokenizer  # noqa: E402
+from data.scratch import RECIPE, to_rows, train_encoder, train_scorer, word_tokenizer  # noqa: E402
 
 PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "tqdm", "tiktoken"]
-LENGTH = 32            # tokens a row, </s> included; longer paragraphs are dropped, not cut
+LENGTH = 18            # tokens a row, </s> included; longer sentences are dropped, not cut
+COMMON = 15            # a sentence is kept if all of its tokens occur so often
 VAL_SHARE = 0.05
-MIN_PARAGRAPHS = 1000
+MIN_SENTENCES = 1000
 SCORER_STEPS = 2600
 
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
 # Prose is a capital letter, then words and light punctuation, then a full stop.
 PROSE = re.compile(r"[A-Z][A-Za-z0-9 ,;:'\"()/%-]*(?:\.[A-Za-z0-9 ,;:'\"()/%-]+)*[.!?]")
 SECTION = re.compile(r"(Args?|Arguments|Parameters|Returns?|Yields?|Raises|Notes?|Examples?|Attributes|Shape|See Also)\b ?:")
@@ -70,14 +75,28 @@ def parsed(file):
         return ast.Module([], [])
 
 
-def paragraphs(file):
-    """The prose paragraphs of one file's docstrings, as a list of one-line strings."""
+def sentences(file):
+    """The sentences of prose in one file, each as a line of text."""
     found = []
+    for block in blocks(file):
+        if text := prose(block):
+            found += [sentence for sentence in SENTENCE_END.split(text) if prose(sentence)]
+    return found
+
+
+def blocks(file):
+    """What may be prose in one file: paragraphs of docstrings, in other paragraphs runs of lines of equal indent, and comments."""
     for node in ast.walk(parsed(file)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            doc = ast.get_docstring(node, clean=True) or ""
-            found += [p for block in re.split(r"\n\s*\n", doc) if (p := prose(block))]
-    return found
+            for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node, clean=True) or ""):
+                yield paragraph
+                for indent, lines in groupby(paragraph.split("\n"), key=lambda line: len(line) - len(line.lstrip())):
+                    if indent:
+                        yield textwrap.dedent("\n".join(lines))
+    source = Path(file).read_text(encoding="utf-8", errors="ignore").split("\n")
+    for comment, lines in groupby(source, key=lambda line: line.lstrip().startswith("#")):
+        if comment:
+            yield "\n".join(line.lstrip(" \t#") for line in lines)
 
 
 def prose(block):
@@ -103,9 +122,9 @@ def collect(read, files):
 
 
 def corpus(files):
-    """All distinct paragraphs, (train, val, fingerprint); a paragraph's side depends on its own text alone."""
+    """All distinct sentences, (train, val, fingerprint); a sentence's side depends on its own text alone."""
     sides, digest = dict(train=[], val=[]), hashlib.sha256()
-    for text in collect(paragraphs, files):
+    for text in collect(sentences, files):
         key = text.lower().encode()
         digest.update(hashlib.sha256(key).digest())
         sides[side_of(key, VAL_SHARE)].append(text)
@@ -117,8 +136,8 @@ def make_scorer():
     if not (HERE / "meta.json").is_file():
         sys.exit("data/docs: no meta.json yet; first run: python data/docs/prepare.py")
     rows = np.fromfile(HERE / "train.bin", dtype=np.uint16).reshape(-1, LENGTH)
-    scorer, new = train_scorer(rows, VOCAB_SIZE, SCORER_STEPS), HERE / "scorer.tmp"
-    save_pretrained(new, load_tokenizer(HERE / "t5"), scorer)
+    tokenizer, new = load_tokenizer(HERE / "t5"), HERE / "scorer.tmp"
+    save_pretrained(new, tokenizer, train_scorer(rows, len(tokenizer), SCORER_STEPS))
     shutil.rmtree(HERE / "scorer", ignore_errors=True)
     os.replace(new, HERE / "scorer")
 
@@ -131,14 +150,14 @@ def main(argv=None):
         sys.exit(f"{' '.join(argv)}: prepare.py takes no argument but --scorer")
     with Files(HERE, np.uint16) as files:
         train_texts, val_texts, fingerprint = corpus(list(source_files()))
-        if len(train_texts) < MIN_PARAGRAPHS:
-            sys.exit(f"{len(train_texts)} paragraphs found: too few to learn from; install the packages of requirements.txt")
-        tokenizer = train_tokenizer(train_texts, VOCAB_SIZE)
-        train, val = to_rows(tokenizer, train_texts, LENGTH), to_rows(tokenizer, val_texts, LENGTH)
+        tokenizer = word_tokenizer(train_texts, COMMON)
+        train, val = (to_rows(tokenizer, texts, LENGTH) for texts in (train_texts, val_texts))
+        if len(train) < MIN_SENTENCES:
+            sys.exit(f"{len(train)} sentences found: too few to learn from; install the packages of requirements.txt")
         np.random.default_rng(0).shuffle(train)
-        print(f"{len(train):,} training and {len(val):,} validation paragraphs of at most {LENGTH} tokens, "
+        print(f"{len(train):,} training and {len(val):,} validation sentences of fewer than {LENGTH} tokens out of {len(tokenizer):,}, "
               f"{(train != EOS).sum():,} training tokens, fingerprint {fingerprint}", flush=True)
-        encoder = train_encoder(train, VOCAB_SIZE, **RECIPE)
+        encoder = train_encoder(train, len(tokenizer), noise_weight=0.3, **RECIPE)
         for side, rows in (("train", train), ("val", val)):
             for row in rows:
                 files.add(side, [row])
