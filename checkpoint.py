@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from config import CHANGEABLE, FREE, ROOT
-from config.machine import compile_blocks, describe, hold, max_over_processes, precision, print0, rank
+from config.machine import barrier, compile_blocks, describe, hold, max_over_processes, precision, print0, rank
 from model import ELF, ELFConfig
 
 VERSION = 2  # of the format of train.py's checkpoints; in 1, the tokens of the guidance scale were called `scale`
@@ -248,6 +248,12 @@ def begin(config, data, folder, make_optimizers):
     state = State(folder, settings, describe(device, precision(device, config.bf16) == torch.bfloat16, compiled), model,
                   [param.detach().clone() for param in model.parameters()], make_optimizers(model, config))
     if not config.bench:
+        if config.init_from and (config.fresh or not checkpoints(folder)):
+            start_from(config.init_from, state)
+        barrier()
+        if config.fresh and rank() == 0:  # now that all has been found in order
+            move_aside(folder)
+        barrier()
         resume(state, config)
     size, on = sum(param.numel() for param in model.parameters()), f", from step {state.step} on" * (state.step > 0)
     print0(f"{size:,} parameters, {len(data.train):,} training rows of {config.length} ({data.meta['fingerprint']}), {config.steps} steps of "
@@ -256,7 +262,7 @@ def begin(config, data, folder, make_optimizers):
 
 
 def resume(state, config):
-    """Brings state to where its run stands: its newest checkpoint, or else the weights that config.init_from names. Ends a finished run."""
+    """Brings state to where its run stands, if it has been begun; ends one that is finished."""
     changed = restore(state, CHANGEABLE if config.change else set())
     if max_over_processes(state.step) != -max_over_processes(-state.step):
         sys.exit(f"{state.folder}: not the same on all machines; choose an --out that they share")
@@ -268,8 +274,6 @@ def resume(state, config):
         if changed:
             print(f"from step {state.step} on: {', '.join(changed)}", flush=True)
             append_log(state.folder / "log.jsonl", dict(step=state.step, changed=changed))
-    if not state.step and config.init_from:
-        start_from(config.init_from, state)
 
 
 def restore(state, changeable=()):
@@ -322,21 +326,25 @@ def start_from(source, state):
 
 
 @contextmanager
-def locked(folder, fresh=False):
-    """Makes a run's folder and holds it for this process alone; fresh: what was there is kept as <name>.old-1, -2, ..."""
+def locked(folder):
+    """Makes a run's folder and holds it for this process alone."""
     busy = f"{folder}: another process trains there; wait until it ends, or give this run another --name"
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(hold(folder.with_name(f"{folder.name}.lock"), functools.partial(sys.exit, busy)))
-            if fresh and any(folder.iterdir()):
-                old = next(old for n in itertools.count(1) if not (old := folder.with_name(f"{folder.name}.old-{n}")).exists())
-                os.rename(folder, old)
-                print(f"{folder}: the run that was there is now {old}")
-                folder.mkdir()
         except OSError as e:
             sys.exit(f"{folder}: not a folder that can be written ({e.strerror}); choose another --out or --name")
         yield
+
+
+def move_aside(folder):
+    """Keeps the run that was there as <name>.old-1, -2, ..."""
+    if any(folder.iterdir()):
+        old = next(old for n in itertools.count(1) if not (old := folder.with_name(f"{folder.name}.old-{n}")).exists())
+        os.rename(folder, old)
+        print(f"{folder}: the run that was there is now {old}")
+        folder.mkdir()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -228,6 +228,14 @@ def print_table(results, beside):
     return means
 
 
+def open_rows(data, length, cond_length):
+    """train, val and meta of a run's data; val is None for a samples file that does not say in numbers how the run cut its rows."""
+    train, val, meta = open_data(data)
+    if type(length) is int and type(cond_length) is int:
+        return open_data(data, length, cond_length)
+    return train, val if meta["length"] else None, meta
+
+
 def scorer_name(given, data):
     """The scorer to use for a run on the folder `data`, or None: the one given, the data's own, that of data/docs, or the paper's."""
     own = f"{data}/scorer"
@@ -253,10 +261,7 @@ def main(argv=None):
     scorer = load_scorer(scorer_name(args.scorer, data), device)
     train = val = None
     if data and tokenizer and (ROOT / data / "meta.json").is_file():
-        cond_length = settings.get("cond_length", 0)
-        train, val, meta = open_data(data, *([settings["length"], cond_length] if model or cond_length else []))
-        if meta["pairs"] and not cond_length:
-            val = None  # a samples file that does not say how its rows were cut
+        train, val, meta = open_rows(data, settings["length"] if model else settings.get("run_length"), settings.get("cond_length", 0))
         if meta["fingerprint"] != settings.get("fingerprint", meta["fingerprint"]):
             print(f"{data}: not the data that the run was trained on ({meta['fingerprint']}, and not {settings['fingerprint']}): what is said of "
                   "copying and of real rows is about these", file=sys.stderr)
@@ -289,8 +294,11 @@ def main(argv=None):
     what |= dict(ar=True) if args.ar else dict(real=args.real) if args.real else {} if items else how | dict(n=args.n)
     print("  ".join(f"{k}={v}" for k, v in what.items()))
     summary = {f"real_{key}": beside[key] for key in ("gen_ppl", "entropy", "distinct1", "invented") if beside} | print_table(results, beside)
-    with results_file:
-        results_file.write(json.dumps(what | summary | dict(seeds=len(results))) + "\n")
+    try:
+        with results_file:
+            results_file.write(json.dumps(what | summary | dict(seeds=len(results))) + "\n")
+    except OSError as e:
+        sys.exit(f"--results {args.results}: not written ({e.strerror}); the table above is all there is")
 
 
 if __name__ == "__main__":

@@ -84,13 +84,14 @@ def decode(model, z, w):
 
 @torch.no_grad()
 def sample(model, n, length, steps=32, gamma=1.5, w=3.0, cfg=1.0, seed=0, schedule="logit-normal", noise_scale=2.0, t_mean=-1.5, t_std=0.8,
-           encode_conditions=None, chunk=None, quiet=True, on_step=None):
+           encode_conditions=None, chunk=None, quiet=True, on_step=None, keep_part=False):
     """
     n token rows (n, length) from model (Alg. 2). Row i's noise depends on (seed, i) alone, so `chunk`, the rows computed at a time
-    (memory grows with it), does not change what comes out. Ctrl-C after the first chunk gives those that are done.
+    (memory grows with it), does not change what comes out.
 
     encode_conditions   slice of the n rows -> their cond_mask and x_cond, as `flow` takes them
     on_step             called with t and x_pred after each step of the first chunk
+    keep_part           Ctrl-C after the first chunk gives the rows that are done
     """
     device = next(model.parameters()).device
     grid = time_grid(steps, schedule, seed, t_mean, t_std)
@@ -109,7 +110,7 @@ def sample(model, n, length, steps=32, gamma=1.5, w=3.0, cfg=1.0, seed=0, schedu
                         on_step(t, x_sc)
                 tokens.append(decode(model, z, w).cpu())
             except KeyboardInterrupt:
-                if not tokens:
+                if not (keep_part and tokens):
                     raise
                 break
     return torch.cat(tokens)
@@ -163,7 +164,7 @@ def main(argv=None):
     n_cond = len(given["conditions"][0]) if given else 0
     trace = functools.partial(print_step, model, tokenizer, used["w"], n_cond) if args.trace else None
     start = time.time()
-    texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, quiet=False, on_step=trace)
+    texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, quiet=False, on_step=trace, keep_part=True)
     seconds = time.time() - start
     print(f"{len(texts) * length / seconds:,.0f} tokens/s, {1000 * seconds / used['steps']:.1f} ms a step", file=sys.stderr)
     if len(texts) < len(records):
@@ -171,7 +172,7 @@ def main(argv=None):
     if args.out is None:
         return print("\n".join(texts))
     about = dict(ckpt=ckpt, data=settings.get("data"), encoder=settings["encoder"], tokenizer=settings.get("tokenizer"), length=length,
-                 cond_length=settings.get("cond_length", 0), **used)
+                 run_length=settings["length"], cond_length=settings.get("cond_length", 0), **used)
     write_jsonl(args.out, [dict(text=text, index=i, **record, **about) for i, (text, record) in enumerate(zip(texts, records))])
 
 

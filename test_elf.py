@@ -30,7 +30,7 @@ import eval as evaluate
 import train
 from checkpoint import load
 from config import Config, config_files, configure
-from config.machine import compile_blocks, matrix_work, newton_schulz_work, seeded
+from config.machine import StopSignal, compile_blocks, matrix_work, newton_schulz_work, seeded
 from data.docs import prepare
 from data.encoder import condition_mask, embed, embed_conditions, load_encoder, load_tokenizer, to_ids, to_text
 from data.rows import open_data
@@ -1822,7 +1822,7 @@ def test_two_preparations_at_once(docs, tmp_path, capsys):
 
     def second():
         try:
-            with data.files.Files(tmp_path / "out", "uint16"):
+            with data.files.Files(tmp_path / "out", "uint16", once=True):
                 seen.append("made it again")
         except SystemExit as stop:
             seen.append(stop.code)
@@ -1867,6 +1867,8 @@ def test_text_files_in_the_wild(pairs_run, docs, tmp_path, capsys):
     assert [r["text"] for r in data.texts.read_samples(tmp_path / "s.jsonl")] == ["a", "b"]
     (tmp_path / "lines.txt").write_text("".join(f"the file {i}\n" for i in range(50)))      # a document a line
     assert list(data.texts.documents(tmp_path / "lines.txt")) == [f"the file {i}\n" for i in range(50)]
+    (tmp_path / "blank.txt").write_text("one\ntwo\n\n")                                    # a blank line at the end parts nothing
+    assert list(data.texts.documents(tmp_path / "blank.txt")) == ["one\n", "two\n"]
     (tmp_path / "paragraphs.txt").write_text("the\nfile\n\na\nlist\n")
     assert list(data.texts.documents(tmp_path / "paragraphs.txt")) == ["the\nfile\n", "a\nlist\n"]
     meta, sides = prepare_text(docs, tmp_path / "out", tmp_path / "lines.txt", "--val_share", "0.2")
@@ -2003,8 +2005,10 @@ def test_an_interruption_is_one_line_and_loses_nothing(run, tmp_path, monkeypatc
     calls, drawn = iter(range(100)), module.draw_noise
     interrupted = lambda *a: drawn(*a) if next(calls) < 6 else (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
     monkeypatch.setattr(module, "draw_noise", interrupted)
-    tokens = sample(load(run)[0], 9, 40, steps=3, chunk=3)                                # 3 draws a chunk
-    assert tokens.shape == (6, 40)
+    with pytest.raises(KeyboardInterrupt):
+        sample(load(run)[0], 9, 40, steps=3, chunk=3)                                     # 3 draws a chunk
+    calls = iter(range(100))
+    assert sample(load(run)[0], 9, 40, steps=3, chunk=3, keep_part=True).shape == (6, 40)
     code = "from config.machine import run_program\ndef f():\n    raise KeyboardInterrupt\nrun_program(f, 'interrupted here')"
     assert output("-c", code) == (130, "\ninterrupted here\n")
     many = "import os; os.environ['COLUMNS'] = '80'\nfrom config.machine import run_program\nrun_program(lambda: [print('x' * 99) for _ in range(9999)])"
@@ -2040,3 +2044,48 @@ def test_threads_sleep_while_they_wait(program):
     if "GOMP_SPINCOUNT" not in said:
         pytest.skip("torch has another OpenMP library here")
     assert re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)[-1] == "0"
+
+
+def test_nohup_is_heeded():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_fresh_moves_nothing_before_all_is_in_order(run, docs, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    for wrong in ("--heads=5", "--init_from=no/such/run"):
+        with pytest.raises(SystemExit):
+            train.main(small(docs[0], tmp_path / "run", "--steps=2", "--fresh", wrong))
+        assert same(newest(tmp_path / "run"), newest(run))
+    train.main(small(docs[0], tmp_path / "run", "--steps=1", "--fresh", f"--init_from={tmp_path}/run", "--lr=1e-9"))
+    assert torch.allclose(newest(tmp_path / "run")["model"]["time.tokens"], newest(run)["ema"]["time.tokens"], atol=1e-6)
+
+
+def test_samples_of_a_stream_stand_beside_real_rows_of_their_length(docs, scorer, tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", [dict(text=t) for t in docs[1]])
+    prepare_text(docs, tmp_path / "data", file, "--val_share", "0.3")
+    argv = [a for a in small(tmp_path / "data", tmp_path / "run", "--steps=3", "--length=24") if not a.startswith("--encoder")]
+    train.main([*argv, f"--encoder={docs[0]}/t5"])
+    sample_main(["--ckpt", str(tmp_path / "run"), "--n", "6", "--steps", "2", "--length", "20", "--out", str(tmp_path / "s.jsonl")])
+    lines = [json.loads(line) | dict(text="the file") for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    for i, change in enumerate((dict(), dict(run_length=None))):
+        write_jsonl(tmp_path / f"{i}.jsonl", [line | change for line in lines])
+        evaluate.main([str(tmp_path / f"{i}.jsonl"), "--scorer", str(docs[0] / "scorer"), "--results", str(tmp_path / "r.jsonl")])
+    told, untold = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert told["real_entropy"] > 1.5 and "real_entropy" not in untold
+
+
+def test_a_full_disk_is_said():
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", "from config.machine import run_program; run_program(lambda: print('x' * 9999))"],
+                              stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 1 and "the output cannot be written (No space left on device)" in done.stderr
+    closed = subprocess.run(f"{sys.executable} -c \"from config.machine import run_program; run_program(lambda: print(1))\" >&-", shell=True, cwd=ROOT)
+    assert closed.returncode == 0

@@ -241,7 +241,7 @@ def train(state, data, config, stop):
     clock = Clock(state.model, data.encoder, config, state.step)
     bad_step = torch.zeros((), dtype=torch.int64, device=data.encoder.device)  # the first whose gradient is not finite, in all processes
     saved_step, saved_at, unsaved = state.step, time.monotonic(), ""
-    stop.finish_step = world_size() > 1  # alone, until the first step is done, there is nothing to save: Ctrl-C just ends
+    stop.finish_step = world_size() > 1 and not config.bench  # alone, until the first step is done, there is nothing to save: Ctrl-C just ends
     with progress(total=config.steps, initial=state.step, disable=rank() > 0) as bar:
         while state.step < config.steps:
             figures, norm = train_step(net, state, data, config, clock)
@@ -287,7 +287,7 @@ def main(argv=None):
     with StopSignal() as stop:
         split_rows(config.micro_batch(world_size()), config)  # too few rows are found out now, not after minutes of preparation
         data = load_data(config, device)
-        with locked(folder, config.fresh) if is_first and not config.bench else nullcontext():
+        with locked(folder) if is_first and not config.bench else nullcontext():
             barrier()
             failed = train(begin(config, data, folder, optimizers), data, config, stop)
     if dist.is_initialized():  # train has let go of DDP, which holds it: the other way round, gloo's thread and this one may wait for each other

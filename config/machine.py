@@ -2,6 +2,7 @@
 The machine a run is on: its device and what that is good at, its console, files that two processes want, the processes of torchrun, the
 signals that end a run, and a stopwatch.
 """
+import errno
 import os
 import re
 import signal
@@ -76,11 +77,14 @@ def compile_blocks(model, device):
 # the console, and files that two processes want
 
 class Console:
-    """A stream that cannot end a program: letters it lacks are escaped, and where its reader has left (| head, a closed terminal) text is lost."""
+    """
+    A stream that cannot end a run: letters it lacks are escaped; where its reader has left (| head, a closed terminal), or there is none,
+    text is lost. On a full disk it ends the program, and says so.
+    """
 
     def __init__(self, stream):
-        stream.reconfigure(errors="backslashreplace")
-        self.stream = stream
+        self.stream = stream or open(os.devnull, "w")
+        self.stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -89,13 +93,17 @@ class Console:
         try:
             self.stream.write(text)
             self.stream.flush()
-        except OSError:
+        except OSError as e:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            if e.errno not in (errno.EPIPE, errno.EIO):
+                sys.exit(f"the output cannot be written ({e.strerror})")
 
 
 def run_program(main, interrupted="interrupted"):
     """main(), whose output cannot end it, and which Ctrl-C ends with one line."""
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
     except KeyboardInterrupt:
@@ -201,7 +209,8 @@ class StopSignal:
         self.finish_step = self.seen = False
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self.handle) for number in STOPPING}
+        self.before = {number: signal.signal(number, self.handle) for number in STOPPING
+                       if signal.getsignal(number) is not signal.SIG_IGN}  # nohup
         return self
 
     def __exit__(self, *_):

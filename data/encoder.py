@@ -43,7 +43,9 @@ def load_tokenizer(name, fingerprint=None):
 
 def load_encoder(name, device="cpu", fingerprint=None):
     """The frozen encoder; where a fingerprint is given, that one and no other."""
-    from transformers import T5EncoderModel
+    from transformers import AutoConfig, T5EncoderModel
+    if (kind := from_pretrained(AutoConfig, name).model_type) not in ("t5", "mt5", "umt5"):
+        sys.exit(f"encoder = {name}: is a {kind}, and not a T5")
     encoder = from_pretrained(T5EncoderModel, name)
     same_or_exit(name, "encoder", encoder_fingerprint(encoder) if fingerprint else None, fingerprint)
     return encoder.to(device).eval().requires_grad_(False)

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -44,23 +44,24 @@ def statistics(encoder, rows):
 class Files:
     """
     A prepared folder in the making. Everything is written into <folder>/new.tmp, and moved by `finish`; until then what the folder held
-    before stays as it is, and without it (an error, an interruption) new.tmp is removed. One process at a time makes a folder.
+    before stays as it is, and without it (an error, an interruption) new.tmp is removed. One process at a time makes a folder; with
+    `once`, what another has made meanwhile is not made again.
     """
 
-    def __init__(self, folder, dtype, pairs=False):
-        self.folder, self.dtype, self.pairs, self.open, self.counts = Path(folder), np.dtype(dtype), pairs, {}, {}
+    def __init__(self, folder, dtype, pairs=False, once=False):
+        self.folder, self.dtype, self.pairs, self.once, self.open, self.counts = Path(folder), np.dtype(dtype), pairs, once, {}, {}
         self.new = self.folder / "new.tmp"
 
     def __enter__(self):
         self.stack, before = ExitStack(), self.meta()
         try:  # now, not after minutes of work
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.stack.enter_context(hold(self.folder.with_name(f"{self.folder.name}.lock"), self.wait))
+            self.stack.enter_context(hold(self.folder / ".lock", self.wait))
             shutil.rmtree(self.new, ignore_errors=True)
             self.new.mkdir()
         except OSError as e:
             sys.exit(f"{shown(self.folder)}: cannot be written ({e.strerror}); choose another --out")
-        if self.meta() != before:
+        if self.once and self.meta() != before:
             self.__exit__()
             print(f"{shown(self.folder)}: the other process has prepared it", flush=True)
             sys.exit()
@@ -139,7 +140,8 @@ class Files:
 
     def __exit__(self, kind=None, error=None, trace=None):
         for file in self.open.values():
-            file.close()
+            with suppress(OSError):  # a full disk, once more
+                file.close()
         shutil.rmtree(self.new, ignore_errors=True)
         self.stack.close()
         if isinstance(error, KeyboardInterrupt):

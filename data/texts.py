@@ -8,9 +8,11 @@ Texts from files, for every program that reads some.
 All UTF-8, with or without a byte order mark; LF, CR LF and CR end a line, and nothing else does.
 """
 import codecs
+import contextlib
 import functools
 import gzip
 import json
+import os
 import re
 import sys
 import zlib
@@ -45,16 +47,20 @@ def lines(file, longest=-1):
 
 def documents(file):
     """The documents of a .txt."""
-    block, size, by_line = [], 0, None
+    block, size, gap, by_line = [], 0, False, None  # by_line: None until the first block has ended
     for _, text in lines(file, LONGEST):
-        if text.strip():
-            block.append(text)
-            size += len(text.encode())
-        if block and (by_line or not text.strip() or size >= LONGEST):
-            by_line = bool(text.strip()) if by_line is None else by_line
+        if not text.strip():
+            gap = True
+            continue
+        if block and (gap or by_line or size >= LONGEST):
+            by_line = not gap if by_line is None else by_line
             yield from block if by_line else ["".join(block)]
             block, size = [], 0
-    yield from block if by_line is None else ["".join(block)] if block else []
+        block.append(text)
+        size += len(text.encode())
+        gap = False
+    if block:
+        yield from ["".join(block)] if by_line is False else block
 
 
 def records(file, *alternatives, optional=()):
@@ -93,6 +99,8 @@ def read_conditions(source, n):
                  for record in records(source, ("input",), optional=("output",))]
     elif kind_of(source) == ".txt":
         found = [dict(cond=text.rstrip("\r\n")) for _, text in lines(source)]
+    elif re.search("[\ud800-\udfff]", source):
+        sys.exit(f"--cond {source!r}: is not UTF-8")
     else:
         return [dict(cond=source) for _ in range(n or 4)]
     return found[:n] or sys.exit(f"--cond {source}: is empty")
@@ -100,16 +108,24 @@ def read_conditions(source, n):
 
 def refuse_to_overwrite(option, path, force):
     """Ends the program if path, given by this option, is there and not to be lost, or cannot be written."""
-    if Path(path).exists() and not force:
+    if os.path.isdir(path) or os.path.exists(path) and not force:
         sys.exit(f"{option} {path}: exists already; name another file, or overwrite it with --force")
     try:
         open(f"{path}.tmp", "w").close()
+        os.unlink(f"{path}.tmp")
     except (OSError, ValueError) as e:
         sys.exit(f"{option} {path}: cannot be written ({getattr(e, 'strerror', None) or e}); name another file")
 
 
 def write_jsonl(path, found):
-    """All records into path, or none."""
-    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
-        f.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in found)
-    Path(f"{path}.tmp").replace(path)
+    """All records into path, or none, and then onto the terminal."""
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in found)
+    try:
+        with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+            f.write(text)
+        os.replace(f"{path}.tmp", path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.unlink(f"{path}.tmp")
+        print(text, end="")
+        sys.exit(f"{path}: cannot be written ({e.strerror}); the samples are above")

@@ -135,8 +135,12 @@ def make_scorer():
     """data/docs/scorer: a small GPT-2 trained on train.bin alone, which eval.py uses where gpt2-large cannot be had."""
     if not (HERE / "meta.json").is_file():
         sys.exit("data/docs: no meta.json yet; first run: python data/docs/prepare.py")
-    rows = np.fromfile(HERE / "train.bin", dtype=np.uint16).reshape(-1, LENGTH)
     tokenizer, new = load_tokenizer(HERE / "t5"), HERE / "scorer.tmp"
+    try:
+        rows = np.fromfile(HERE / "train.bin", dtype=np.uint16).reshape(-1, LENGTH)
+        new.mkdir(exist_ok=True)  # now, not after minutes of work
+    except OSError as e:
+        sys.exit(f"{e.filename}: {e.strerror}; run python data/docs/prepare.py in a folder that can be written")
     save_pretrained(new, tokenizer, train_scorer(rows, len(tokenizer), SCORER_STEPS))
     shutil.rmtree(HERE / "scorer", ignore_errors=True)
     os.replace(new, HERE / "scorer")
@@ -148,7 +152,7 @@ def main(argv=None):
         return make_scorer()
     if argv:
         sys.exit(f"{' '.join(argv)}: prepare.py takes no argument but --scorer")
-    with Files(HERE, np.uint16) as files:
+    with Files(HERE, np.uint16, once=True) as files:
         train_texts, val_texts, fingerprint = corpus(list(source_files()))
         tokenizer = word_tokenizer(train_texts, COMMON)
         train, val = (to_rows(tokenizer, texts, LENGTH) for texts in (train_texts, val_texts))

@@ -54,7 +54,7 @@ def pairs(file):
 def main(argv=None):
     if argv := sys.argv[1:] if argv is None else argv:
         sys.exit(f"{' '.join(argv)}: prepare.py takes no argument")
-    with Files(HERE, np.uint16, pairs=True) as files:
+    with Files(HERE, np.uint16, pairs=True, once=True) as files:
         found = collect(pairs, list(source_files()))
         if len(found) < MIN_PAIRS:
             sys.exit(f"{len(found)} pairs found: too few to learn from; install the packages of requirements.txt")
