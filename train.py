@@ -341,4 +341,4 @@ def show_samples(model, data, settings):
 
 
 if __name__ == "__main__":
-    run_program(main, "stopped before a step was done; the same command starts again")
+    run_program(main, "stopped, and nothing new saved; the same command starts there again")

@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-# Threads of torch that wait shall sleep, not spin: 10 % slower alone, but beside one busy process twice as fast. Read when torch is imported.
+# Threads of torch that wait shall sleep, not spin: 10 % slower alone, but twice as fast beside one busy process. torch reads it once.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 ROOT = Path(__file__).absolute().parents[1]  # of the repository: relative paths of data, encoders and runs start here
 
@@ -162,5 +162,7 @@ def check(config):
         sys.exit(f"name = {config.name!r}: must be a plain folder name of letters, digits, '.', '_' and '-'")
     if config.decode_share + config.self_cond_share >= 1:
         sys.exit(f"decode_share + self_cond_share = {config.decode_share + config.self_cond_share:g}: must leave room for plain rows, below 1")
+    if 0 < config.bench < 3:
+        sys.exit(f"bench = {config.bench}: must be at least 3, for the first two steps compile and fill caches, and are not timed")
     if config.ema >= 1 or config.w_max < config.w_min:
         sys.exit(f"ema = {config.ema}, w_min = {config.w_min}, w_max = {config.w_max}: ema must be below 1, w_max at least w_min")

@@ -129,7 +129,7 @@ class Lines:
 
 def progress(*args, **how):
     """A tqdm bar; without a terminal, lines."""
-    return tqdm(*args, **how, **dict(dynamic_ncols=True) if sys.stderr.isatty() else dict(file=Lines(), ncols=120))
+    return tqdm(*args, smoothing=0.05, **how, **dict(dynamic_ncols=True) if sys.stderr.isatty() else dict(file=Lines(), ncols=120))
 
 
 @contextmanager

@@ -26,11 +26,11 @@ def from_pretrained(kind, name, what="encoder"):
     try:
         return kind.from_pretrained(local_or_repo(name))
     except Exception as e:  # their errors share no base class
-        why = f"({type(e).__name__}: {' '.join(str(e).split())[:120]})"
+        why = f"({type(e).__name__}: {' '.join(str(e).split())[:200]})"
         if os.path.isdir(ROOT / name):
             sys.exit(f"{what} = {name}: the folder is there, but cannot be read {why}; prepare it again, or copy it whole from where it was made")
         sys.exit(f"{what} = {name}: neither a folder here nor fetched from the Hugging Face hub {why}; check the name and the network, or "
-                 "copy the folder from where it was made")
+                 "copy the folder from where it was made; data/text/prepare.py --encoder scratch needs neither")
 
 
 def load_tokenizer(name, fingerprint=None):

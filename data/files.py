@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers.utils import logging
 
 from config import ROOT
 from config.machine import hold, pick_device, progress
@@ -152,6 +153,7 @@ class Files:
 
 def save_pretrained(folder, tokenizer, model):
     """Both into this folder, in the Hugging Face format, as transformers 4 reads it and 5 too."""
+    logging.disable_progress_bar()
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     file = Path(folder) / "tokenizer_config.json"

@@ -30,7 +30,8 @@ class Rows:
         if len(self.tokens) != count["tokens"] or not whole:
             sys.exit(f"{file}: {len(self.tokens)} tokens, and not the {count['tokens']} in {count['rows']} rows that meta.json tells of; {again}")
         if len(self) == 0:
-            sys.exit(f"{file}: {len(self.tokens)} tokens, less than one row of length = {L}; choose a smaller --length or more text")
+            sys.exit(f"{file}: {len(self.tokens)} tokens, less than one row of length = {L}; choose a smaller --length, more text or a larger "
+                     "--val_share")
 
     def __len__(self):
         return len(self.tokens) // self.L if self.offsets is None else len(self.offsets) // 2

@@ -7,7 +7,7 @@ validation, so more text later moves none. What the folder held before is replac
 
     python data/text/prepare.py book.txt more.jsonl.gz
     python data/text/prepare.py mine.txt --encoder scratch          # without the Hugging Face hub: a tokenizer and an encoder of its own
-    python data/text/prepare.py notes.txt --encoder data/docs/t5    # or those of data/docs/prepare.py, for English about code
+    python data/text/prepare.py notes.txt --encoder data/docs/t5    # or those of data/docs/prepare.py, whose words are few
 """
 import sys
 from pathlib import Path
