@@ -40,6 +40,9 @@ from sample import decode, flow, sample, time_grid
 from sample import main as sample_main
 
 ROOT = Path(__file__).resolve().parent
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which programs started in the background ignore, and so their children
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 TINY = dict(depth=2, dim=32, heads=2, embed_dim=16, vocab_size=24, bottleneck=8)
 E, L, V = 16, 8, 24
 

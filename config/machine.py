@@ -221,7 +221,8 @@ class StopSignal:
         if not self.finish_step:
             raise KeyboardInterrupt
         self.seen = True
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if signal.SIGINT in self.before:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
