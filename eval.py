@@ -230,10 +230,9 @@ def print_table(results, beside):
 
 def open_rows(data, length, cond_length):
     """train, val and meta of a run's data; val is None for a samples file that does not say in numbers how the run cut its rows."""
-    train, val, meta = open_data(data)
-    if type(length) is int and type(cond_length) is int:
-        return open_data(data, length, cond_length)
-    return train, val if meta["length"] else None, meta
+    told = type(length) is int and type(cond_length) is int
+    train, val, meta = open_data(data, length, cond_length) if told else open_data(data)
+    return train, val if told or meta["length"] else None, meta
 
 
 def scorer_name(given, data):
