@@ -35,13 +35,13 @@ def draw_noise(rngs, L, E, noise_scale):
     return noise_scale * torch.stack([torch.randn(L, E, generator=rng, device=rng.device) for rng in rngs])
 
 
-def flow(model, z, grid, noise, gamma, w, cond_mask=None, x_cond=None, cfg=1.0):
+def flow(model, z, grid, noise, gamma, w, cond_mask=None, x_cond=None, cfg=1.0, gamma_power=0.0):
     """
     From noise to embeddings: z (B, L, E) at time 0 -> z at time 1 (Alg. 5, steps as in Alg. 6).
 
     grid        (N + 1,) times from 0 to 1
     noise       called once per SDE step, returns noise (B, L, E) at the scale the model was trained with
-    gamma       how much noise is put back: 0 is the ODE
+    gamma       how much noise is put back: 0 is the ODE; a gamma_power lets it fall over time, as gamma (1 - t)^gamma_power
     w           guidance scale
     cond_mask   (B, L, 1) bool: where a condition stands, whose embeddings x_cond (B, L, E) stay clean in z and x_sc; None without one
     cfg         guidance by the condition, at the price of a second row in the batch for each; 1 is none
@@ -50,7 +50,7 @@ def flow(model, z, grid, noise, gamma, w, cond_mask=None, x_cond=None, cfg=1.0):
     z, x_sc = with_condition(z, cond_mask, x_cond), with_condition(torch.zeros_like(z), cond_mask, x_cond)
     for t, t_next in zip(grid, grid[1:]):
         if gamma > 0 and t_next < 1:                                    # SDE: step back in time first; never in the last interval
-            alpha = (1 - gamma * (t_next - t)).clamp(0, 1)
+            alpha = (1 - gamma * (1 - t) ** gamma_power * (t_next - t)).clamp(0, 1)
             z = with_condition(alpha * z + (1 - alpha) * noise(), cond_mask, x_cond)
             t = alpha * t
         x_pred = predict(model, z, x_sc, t, w, cond_mask, cfg)
@@ -83,12 +83,13 @@ def decode(model, z, w):
 
 
 @torch.no_grad()
-def sample(model, n, length, steps=32, gamma=1.5, w=3.0, cfg=1.0, seed=0, schedule="logit-normal", noise_scale=2.0, t_mean=-1.5, t_std=0.8,
-           encode_conditions=None, chunk=None, quiet=True, on_step=None, keep_part=False):
+def sample(model, n, length, steps=32, gamma=1.5, gamma_power=0.0, temperature=1.0, w=3.0, cfg=1.0, seed=0, schedule="logit-normal",
+           noise_scale=2.0, t_mean=-1.5, t_std=0.8, encode_conditions=None, chunk=None, quiet=True, on_step=None, keep_part=False):
     """
     n token rows (n, length) from model (Alg. 2). Row i's noise depends on (seed, i) alone, so `chunk`, the rows computed at a time
     (memory grows with it), does not change what comes out.
 
+    temperature         times noise_scale, which is the training's, gives the noise to start from and to put back: above 1, more varied text
     encode_conditions   slice of the n rows -> their cond_mask and x_cond, as `flow` takes them
     on_step             called with t and x_pred after each step of the first chunk
     keep_part           Ctrl-C after the first chunk gives the rows that are done
@@ -101,10 +102,10 @@ def sample(model, n, length, steps=32, gamma=1.5, w=3.0, cfg=1.0, seed=0, schedu
         for first in range(0, n, chunk):
             rows = range(first, min(n, first + chunk))
             rngs = [seeded(seed, i, device=device) for i in rows]
-            noise = functools.partial(draw_noise, rngs, length, model.config.embed_dim, noise_scale)  # z at time 0, then of each SDE step
+            noise = functools.partial(draw_noise, rngs, length, model.config.embed_dim, temperature * noise_scale)  # z at time 0, then of each step
             condition = encode_conditions(slice(first, rows.stop)) if encode_conditions else (None, None)
             try:
-                for t, z, x_sc in flow(model, noise(), grid, noise, gamma, w, *condition, cfg):
+                for t, z, x_sc in flow(model, noise(), grid, noise, gamma, w, *condition, cfg, gamma_power):
                     bar.update(len(rows))
                     if on_step and first == 0:
                         on_step(t, x_sc)

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
 
-from config import ROOT, configure  # before torch: it says how its threads wait
+from config import ROOT, configure, sampling  # before torch: it says how its threads wait
 
 import numpy as np
 import torch
@@ -222,9 +222,9 @@ def train_step(net, state, data, config, clock):
         clock.lap("gradient")
     norm = torch.nn.utils.clip_grad_norm_(params, config.clip)
     state.step += 1
+    left = config.steps + 1 - state.step
     for opt in state.optimizers:
-        for group in opt.param_groups:
-            group["lr"] = config.lr * min(1, state.step / max(1, config.warmup))
+        opt.param_groups[0]["lr"] = config.lr * min(1, state.step / max(1, config.warmup), left / max(1, config.cooldown * config.steps))
         opt.step()
         opt.zero_grad()
     decay = min(config.ema, state.step / (state.step + 9))  # (1 + n) / (10 + n) after n steps before this one
@@ -321,10 +321,9 @@ def observe(state, data, config, figures, clock, bar):
 def validate(model, data, config):
     """CE of the decode rows among some validation rows, MSE of the plain ones: the same rows with the same noise every time."""
     B = config.micro_batch(world_size())
-    total = np.zeros(2)
-    count = -(-min(config.val_rows, len(data.val)) // B)
+    total, count = np.zeros(2), -(-min(config.val_rows, len(data.val)) // B)
     for i in range(count):
-        rows = data.val.batch(np.arange(i * B, (i + 1) * B) % len(data.val))
+        rows = data.val.batch(2 * np.arange(i * B, (i + 1) * B) % len(data.val))  # even rows: eval.py reads the odd
         ce, _, mse_plain = batch_losses(model, data, rows, seeded(1234, i, device=data.encoder.device), config)
         total += [masked_mean(*mse_plain).item(), masked_mean(*ce).item()]
     return dict(zip(("val_mse", "val_ce"), (total / count).round(5).tolist()))
@@ -332,7 +331,7 @@ def validate(model, data, config):
 
 def show_samples(model, data, settings):
     """A few samples; of pairs: those of the first validation rows, as `condition -> sample | target`."""
-    how = {name: settings[f"sample_{name}"] for name in ("steps", "gamma", "w", "cfg")} | dict(seed=settings["seed"])
+    how = {name: settings[f"sample_{name}"] for name in sampling.PAPER} | dict(seed=settings["seed"])
     if not settings["cond_length"]:
         return sample_texts(model, settings, data.tokenizer, settings["sample_rows"], **how)
     rows = [(row[:n], row[n:]) for row, n in zip(*data.val.batch(range(min(settings["sample_rows"], len(data.val)))))]

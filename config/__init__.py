@@ -47,6 +47,8 @@ class Config:
     # sampling, unless sample.py is told otherwise
     sample_steps: int = 32
     sample_gamma: float = 1.5
+    sample_gamma_power: float = 0.0
+    sample_temperature: float = 1.0
     sample_w: float = 3.0
     sample_cfg: float = 1.0
     # optimisation
@@ -54,7 +56,8 @@ class Config:
     batch_size: int = 512          # rows a step, over all processes
     accum: int = 1                 # micro-batches a step in each process
     lr: float = 0.002              # 0.001 x batch_size / 256
-    warmup: int = 9_500            # steps; then constant
+    warmup: int = 9_500            # steps
+    cooldown: float = 0.0          # share of the steps: the last of them, over which the rate falls to 0
     clip: float = 1.0              # of the gradient's norm
     ema: float = 0.9999            # of the weights; less in the first steps
     seed: int = 0
@@ -67,7 +70,7 @@ class Config:
     save_interval: int = 1000
     save_minutes: float = 10.0     # and whenever so many have passed
     keep: int = 2                  # checkpoints, besides best.pt
-    change: bool = False           # go on with another lr, warmup, clip, ema or seed than before. As an option: --change
+    change: bool = False           # go on with another lr, warmup, cooldown, clip, ema or seed than before. As an option: --change
     fresh: bool = False            # start anew; a run that is there is moved aside. As an option: --fresh
     # machine
     device: str = "auto"           # cuda, mps or cpu
@@ -88,12 +91,14 @@ class Config:
 
 
 TYPES = {f.name: f.type for f in fields(Config)}
-CHANGEABLE = {"lr", "warmup", "clip", "ema", "seed"}  # with --change
-FREE = {"name", "out", "data", "encoder", "prepare", "init_from", "steps", "sample_steps", "sample_gamma", "sample_w", "sample_cfg",
+CHANGEABLE = {"lr", "warmup", "cooldown", "clip", "ema", "seed"}  # with --change
+FREE = {"name", "out", "data", "encoder", "prepare", "init_from", "steps", "sample_steps", "sample_gamma", "sample_gamma_power",
+        "sample_temperature", "sample_w", "sample_cfg",
         "log_interval", "val_interval", "val_rows", "sample_interval", "sample_rows", "save_interval", "save_minutes", "keep", "change",
         "fresh", "device", "bf16", "compile", "recompute", "bench"}  # settings that a resumed run may change; of data and encoder the fingerprints count
 MAY_BE_NEGATIVE = {"t_mean", "decode_mean"}
-MAY_BE_ZERO = {"seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cond_length", "cond_drop", "sample_gamma", "sample_cfg", "bench"}
+MAY_BE_ZERO = {"seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cooldown", "cond_length", "cond_drop",
+               "sample_gamma", "sample_gamma_power", "sample_cfg", "bench"}
 
 
 def configure(argv, doc=""):
