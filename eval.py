@@ -195,13 +195,19 @@ def write_autoregressively(scorer, n, seed, chunk=256):
 
 
 def validation_texts(val, tokenizer, n, seed):
-    """n validation rows: their conditions, as lists of ids, and the texts that follow them."""
-    rows = list(zip(*val.batch(np.random.default_rng(seed).permutation(len(val))[:n])))
+    """n odd validation rows, for the even ones chose the settings: their conditions, as lists of ids, and the texts that follow them."""
+    rows = list(zip(*val.batch(2 * np.random.default_rng(seed).permutation(len(val) // 2)[:n] + 1)))
     return [row[:n_cond] for row, n_cond in rows], [to_text(tokenizer, row, n_cond) for row, n_cond in rows]
 
 
+def taken_up(conditions, texts):
+    """Mean share of the words of a condition that its text takes up; words that begin with the same four letters are one (load, loads)."""
+    pairs = [[{word[:4] for word in words(text)} for text in pair] for pair in zip(conditions, texts)]
+    return float(np.mean([len(given & taken) / max(1, len(given)) for given, taken in pairs]))
+
+
 def sampled_texts(model, settings, tokenizer, val, n, seed, how):
-    """n samples of a run, with figures of their making: the speed, and BLEU and ROUGE where validation rows give their conditions."""
+    """n samples of a run, with figures of their making: the speed; and where validation rows give their conditions, how they heed them."""
     given, references = {}, None
     if settings.get("cond_length"):
         conditions, references = validation_texts(val, tokenizer, n, seed)
@@ -210,7 +216,10 @@ def sampled_texts(model, settings, tokenizer, val, n, seed, how):
     texts = sample_texts(model, settings, tokenizer, n, **given, **how, seed=seed, quiet=False)
     seconds = time.time() - start
     written = sum(map(len, to_ids(tokenizer, texts)))  # as --ar counts: no padding
-    return texts, dict(tokens_per_s=written / seconds) | (bleu_rouge(texts, references) if references else {})
+    figures = dict(tokens_per_s=written / seconds)
+    if references:
+        figures |= bleu_rouge(texts, references) | dict(taken_up=taken_up(tokenizer.batch_decode(given["conditions"]), texts))
+    return texts, figures
 
 
 def print_table(results, beside):
@@ -264,8 +273,8 @@ def main(argv=None):
         if meta["fingerprint"] != settings.get("fingerprint", meta["fingerprint"]):
             print(f"{data}: not the data that the run was trained on ({meta['fingerprint']}, and not {settings['fingerprint']}): what is said of "
                   "copying and of real rows is about these", file=sys.stderr)
-    if (args.real or model and settings.get("cond_length")) and (val is None or (args.real or 0) > len(val)):
-        sys.exit(f"--real {args.real}: {data or source} has {len(val or [])} validation rows here")
+    if (args.real or model and settings.get("cond_length")) and (val is None or (args.real or 1) > len(val) // 2):
+        sys.exit(f"--real {args.real}: {data or source} has {len(val or []) // 2} odd validation rows here (the even ones chose the settings)")
 
     known = known_words(train, tokenizer) if train is not None else None
     results = []
@@ -287,12 +296,17 @@ def main(argv=None):
     # beside them, real rows: what "as good as the data" would be, and how good the scorer is
     beside = {}
     if val is not None and not args.real:
-        beside = score(validation_texts(val, tokenizer, results[0]["samples"], 0)[1], scorer, tokenizer, train, known)
+        conditions, texts = validation_texts(val, tokenizer, results[0]["samples"], 0)
+        beside = score(texts, scorer, tokenizer, train, known)
+        if settings.get("cond_length"):  # and the texts of other rows, to tell what chance takes up
+            conditions = tokenizer.batch_decode(conditions)
+            beside |= dict(taken_up=taken_up(conditions, texts), taken_by_chance=taken_up(conditions, texts[1:] + texts[:1]))
 
     what = dict(source=source, scorer=scorer.name)
     what |= dict(ar=True) if args.ar else dict(real=args.real) if args.real else {} if items else how | dict(n=args.n)
     print("  ".join(f"{k}={v}" for k, v in what.items()))
-    summary = {f"real_{key}": beside[key] for key in ("gen_ppl", "entropy", "distinct1", "invented") if beside} | print_table(results, beside)
+    means = print_table(results, beside)
+    summary = {f"real_{key}": beside[key] for key in ("gen_ppl", "entropy", "distinct1", "invented", "taken_up") if key in beside} | means
     try:
         with results_file:
             results_file.write(json.dumps(what | summary | dict(seeds=len(results))) + "\n")
