@@ -3,20 +3,21 @@ name = "docs_cond"
 data = "data/docs_cond"
 prepare = "data/docs_cond/prepare.py"
 encoder = "data/docs_cond/t5"
-length = 48
-cond_length = 24
+length = 34
+cond_length = 16
 
 depth = 6
 dim = 192
 heads = 6
 bottleneck = 64
-noise_scale = 1.0
+noise_scale = 0.7
 decode_noise = 1.0   # as the paper's conditional tasks
 
-steps = 800
+steps = 1400
 batch_size = 64
 lr = 0.008
 warmup = 60
+cooldown = 0.5
 
 sample_steps = 64
 sample_gamma = 0.0

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from config.machine import autocast, progress
@@ -17,6 +17,7 @@ PAD, UNK, MASK = 0, 2, 3  # and EOS, 1
 RECIPE = dict(width=64, layers=4, heads=4, steps=3200)  # of an encoder that learns in minutes on 2 cores
 VOCAB_SIZE = 4096
 SPECIAL = ["<pad>", "</s>", "<unk>", "<extra_id_0>"]
+CODE = [(r"[_*]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " "), (r"(?<=\w)\(", " ( "), (r" +", " "), (r"^ | $", "")]
 
 
 def train_tokenizer(texts, vocab_size):
@@ -34,13 +35,17 @@ def train_tokenizer(texts, vocab_size):
     return wrapped(tokenizer)
 
 
-def word_tokenizer(texts, least):
-    """Whole words, with the space before them, and single punctuation marks: those that occur at least so often; all others are <unk>."""
+def word_tokenizer(texts, least, code=False):
+    """
+    Whole words, with the space before them, and single punctuation marks: those that occur at least so often; all others are <unk>.
+    code: names are words too, `def load_image(path)` as `def load image ( path)` and `class ImageFile` as `class Image File`.
+    """
+    normalizer = normalizers.Sequence([normalizers.Replace(Regex(pattern), space) for pattern, space in CODE] if code else [])
     pre = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")])
-    count = Counter(token for text in texts for token, _ in pre.pre_tokenize_str(text))
+    count = Counter(token for text in texts for token, _ in pre.pre_tokenize_str(normalizer.normalize_str(text)))
     kept = sorted((token for token, n in count.items() if n >= least), key=lambda token: (-count[token], token))
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(SPECIAL + kept)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre, decoders.Metaspace()
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, pre, decoders.Metaspace()
     return wrapped(tokenizer)
 
 

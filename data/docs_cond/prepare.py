@@ -21,12 +21,13 @@ from data import EOS  # noqa: E402
 from data.encoder import to_ids  # noqa: E402
 from data.docs.prepare import collect, parsed, prose, source_files  # noqa: E402
 from data.files import Files, side_of  # noqa: E402
-from data.scratch import RECIPE, VOCAB_SIZE, train_encoder, train_tokenizer  # noqa: E402
+from data.scratch import RECIPE, UNK, train_encoder, word_tokenizer  # noqa: E402
 
-LENGTH, COND_LENGTH = 48, 24  # longer pairs are dropped, not cut
-VAL_SHARE = 0.05
+LENGTH, COND_LENGTH = 34, 16  # longer pairs are dropped, not cut
+COMMON = 5                    # a pair is kept if all tokens of its sentence occur so often; in signatures others are <unk>
+VAL_SHARE = 0.13
 MIN_PAIRS = 1000
-ENCODER = RECIPE | dict(steps=2600)
+ENCODER = RECIPE | dict(steps=2000)  # rows are twice as long as those of data/docs
 
 
 def signature(node):
@@ -46,7 +47,7 @@ def pairs(file):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = " ".join(re.split(r"\n\s*\n", ast.get_docstring(node) or "")[0].split())
             sentence = re.match(r".+?[.!?](?=\s|$)", text)
-            if sentence and (sentence := prose(sentence[0])):
+            if sentence and (sentence := prose(sentence[0])) and not re.search("[a-z][A-Z]", sentence):  # NumPy: the tokenizer splits names
                 found.append((node.name, signature(node), sentence))
     return found
 
@@ -60,14 +61,15 @@ def main(argv=None):
             sys.exit(f"{len(found)} pairs found: too few to learn from; install the packages of requirements.txt")
         digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
         sides = [side_of(name.encode(), VAL_SHARE) for name, _, _ in found]
-        tokenizer = train_tokenizer([text for side, pair in zip(sides, found) if side == "train" for text in pair[1:]], VOCAB_SIZE)
+        tokenizer = word_tokenizer([text for side, pair in zip(sides, found) if side == "train" for text in pair[1:]], COMMON, code=True)
         ids = [to_ids(tokenizer, [pair[part] for pair in found]) for part in (1, 2)]
         kept = [(side, cond, target) for side, cond, target in zip(sides, *ids)
-                if 0 < len(cond) <= COND_LENGTH and 0 < len(target) < LENGTH - COND_LENGTH]
+                if 0 < len(cond) <= COND_LENGTH and 0 < len(target) < LENGTH - COND_LENGTH and UNK not in target]
         kept = [kept[i] for i in np.random.default_rng(0).permutation(len(kept))]
         rows = np.array([cond + target + [EOS] * (LENGTH - len(cond + target)) for side, cond, target in kept if side == "train"], np.uint16)
-        print(f"{len(rows):,} training and {len(kept) - len(rows):,} validation pairs, fingerprint {digest}", flush=True)
-        encoder = train_encoder(rows, VOCAB_SIZE, **ENCODER)
+        print(f"{len(rows):,} training and {len(kept) - len(rows):,} validation pairs of tokens out of {len(tokenizer):,}, fingerprint {digest}",
+              flush=True)
+        encoder = train_encoder(rows, len(tokenizer), noise_weight=0.3, **ENCODER)
         for side, *parts in kept:
             files.add(side, [np.array(part, np.uint16) for part in parts])
         files.finish("t5", tokenizer, encoder, fingerprint=digest)
