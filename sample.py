@@ -23,11 +23,11 @@ from model import velocity
 
 
 def time_grid(steps, schedule="logit-normal", seed=0, t_mean=-1.5, t_std=0.8):
-    """Times from 0 to 1, (steps + 1,): between them steps - 1 sorted draws of sigmoid(N(t_mean, t_std^2)), or even spacing."""
+    """Times from 0 to 1, (steps + 1,): between them sorted draws of sigmoid(N(t_mean, t_std^2)), or its quantiles; or evenly spaced."""
     if schedule == "uniform":
         return torch.linspace(0, 1, steps + 1)
-    inner = torch.sigmoid(t_mean + t_std * torch.randn(steps - 1, generator=seeded(seed)))
-    return torch.cat([torch.zeros(1), inner.sort().values, torch.ones(1)])
+    normal = torch.randn(steps - 1, generator=seeded(seed)) if schedule == "logit-normal" else torch.special.ndtri(torch.arange(1, steps) / steps)
+    return torch.cat([torch.zeros(1), torch.sigmoid(t_mean + t_std * normal).sort().values, torch.ones(1)])
 
 
 def draw_noise(rngs, L, E, noise_scale):

@@ -326,7 +326,12 @@ def test_grid():
     assert len(grid) == 33 and grid[0] == 0 and grid[-1] == 1 and (grid.diff() > 0).all()
     assert torch.equal(grid, time_grid(32, seed=1)) and not torch.equal(grid, time_grid(32, seed=2))
     assert torch.allclose(time_grid(4, "uniform"), torch.tensor([0, 0.25, 0.5, 0.75, 1]))
-    assert torch.equal(time_grid(1), torch.tensor([0.0, 1.0]))
+    assert torch.equal(time_grid(1), torch.tensor([0.0, 1.0])) and torch.equal(time_grid(1, "quantile"), torch.tensor([0.0, 1.0]))
+    quantiles = time_grid(32, "quantile", seed=1, t_mean=-1.0, t_std=0.5)
+    scores = (quantiles[1:-1].logit() + 1) / 0.5
+    assert torch.equal(quantiles, time_grid(32, "quantile", seed=2, t_mean=-1.0, t_std=0.5)) and (quantiles.diff() > 0).all()
+    assert quantiles[0] == 0 and quantiles[-1] == 1 and torch.allclose(scores, -scores.flip(0), atol=1e-4)
+    assert torch.allclose(0.5 * (1 + torch.erf(scores / 2**0.5)), torch.arange(1, 32) / 32, atol=1e-5)
 
 
 def test_samples_do_not_depend_on_chunks_and_repeat(golden):
@@ -413,7 +418,7 @@ def test_prose_filter():
         assert prose(block) is None, block
 
 
-SMALL = ["--length=40", "--dim=32", "--depth=2", "--heads=2", "--bottleneck=16", "--batch_size=10", "--warmup=5", "--val_interval=20",
+SMALL = ["--length=40", "--cooldown=0", "--dim=32", "--depth=2", "--heads=2", "--bottleneck=16", "--batch_size=10", "--warmup=5", "--val_interval=20",
          "--val_rows=20", "--sample_interval=20", "--save_interval=10", "--log_interval=5", "--compile=false", "--bf16=false", "--device=cpu"]
 
 
@@ -863,8 +868,8 @@ def test_fuzz(run, docs, scorer, tmp_path, monkeypatch, capsys):
     cheap = ["--device=cpu", "--compile=false", "--steps=2"]
     names = dict(
         train=[name for name in vars(Config()) if name != "out"],
-        sample="steps gamma w cfg schedule n seed length cond out force trace device".split(),
-        eval="steps gamma w cfg schedule n seeds real ar scorer results device".split(), text="val_share val_share val_share encoder".split())
+        sample="steps gamma gamma_power temperature w cfg schedule n seed length cond out force trace device".split(),
+        eval="steps gamma gamma_power temperature w cfg schedule n seeds real ar scorer results device".split(), text="val_share val_share val_share encoder".split())
     start, ended = time.monotonic(), dict.fromkeys(names, 0)
     for attempt in range(500):
         if time.monotonic() - start > 40:
@@ -931,6 +936,8 @@ def test_sample_program(run, tmp_path, capsys):
     (["--data=nowhere", "--prepare="], "data = nowhere: no meta.json there; prepare that folder first"),
     (["--data=nowhere"], "data = nowhere: no meta.json there"),
     (["--decode_share=0.9"], "decode_share"),
+    (["--cooldown=2"], "cooldown = 2: must be a share of the steps"),
+    (["--sample_schedule=cosine"], "sample_schedule = 'cosine': must be one of logit-normal, quantile, uniform"),
     (["--name=../escaped"], "name = '../escaped': must be a plain folder name"),
     (["--t_mean=nan"], "t_mean = nan: must be greater than -100"),
     (["--seed=-1"], "seed = -1: must be at least 0"),

@@ -11,6 +11,8 @@ import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from config.sampling import SCHEDULES
+
 # Threads of torch that wait shall sleep, not spin: 10 % slower alone, but twice as fast beside one busy process. torch reads it once.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 ROOT = Path(__file__).absolute().parents[1]  # of the repository: relative paths of data, encoders and runs start here
@@ -49,6 +51,7 @@ class Config:
     sample_gamma: float = 1.5
     sample_gamma_power: float = 0.0
     sample_temperature: float = 1.0
+    sample_schedule: str = "logit-normal"
     sample_w: float = 3.0
     sample_cfg: float = 1.0
     # optimisation
@@ -93,7 +96,7 @@ class Config:
 TYPES = {f.name: f.type for f in fields(Config)}
 CHANGEABLE = {"lr", "warmup", "cooldown", "clip", "ema", "seed"}  # with --change
 FREE = {"name", "out", "data", "encoder", "prepare", "init_from", "steps", "sample_steps", "sample_gamma", "sample_gamma_power",
-        "sample_temperature", "sample_w", "sample_cfg",
+        "sample_temperature", "sample_schedule", "sample_w", "sample_cfg",
         "log_interval", "val_interval", "val_rows", "sample_interval", "sample_rows", "save_interval", "save_minutes", "keep", "change",
         "fresh", "device", "bf16", "compile", "recompute", "bench"}  # settings that a resumed run may change; of data and encoder the fingerprints count
 MAY_BE_NEGATIVE = {"t_mean", "decode_mean"}
@@ -167,6 +170,10 @@ def check(config):
         sys.exit(f"name = {config.name!r}: must be a plain folder name of letters, digits, '.', '_' and '-'")
     if config.decode_share + config.self_cond_share >= 1:
         sys.exit(f"decode_share + self_cond_share = {config.decode_share + config.self_cond_share:g}: must leave room for plain rows, below 1")
+    if config.sample_schedule not in SCHEDULES:
+        sys.exit(f"sample_schedule = {config.sample_schedule!r}: must be one of {', '.join(SCHEDULES)}")
+    if config.cooldown > 1:
+        sys.exit(f"cooldown = {config.cooldown:g}: must be a share of the steps, from 0 to 1")
     if 0 < config.bench < 3:
         sys.exit(f"bench = {config.bench}: must be at least 3, for the first two steps compile and fill caches, and are not timed")
     if config.ema >= 1 or config.w_max < config.w_min:

@@ -1,9 +1,10 @@
 """The options of sample.py and eval.py. The settings of a sampler that they do not give are the run's own."""
 import argparse
 
-PAPER = dict(steps=32, gamma=1.5, gamma_power=0.0, temperature=1.0, w=3.0, cfg=1.0)  # a sampler's settings, where neither option nor run has them
-RANGES = dict(steps=(1, 10_000), n=(1, 10**7), gamma=(0, 1000), gamma_power=(0, 100), temperature=(0.01, 100), w=(0.01, 100), cfg=(0, 100), seed=(0, 2**32), length=(1, 2**20),
-              seeds=(1, 1000), real=(1, 10**7))
+PAPER = dict(steps=32, gamma=1.5, gamma_power=0.0, temperature=1.0, schedule="logit-normal", w=3.0, cfg=1.0)  # if neither option nor run says other
+SCHEDULES = ["logit-normal", "quantile", "uniform"]
+RANGES = dict(steps=(1, 10_000), n=(1, 10**7), gamma=(0, 1000), gamma_power=(0, 100), temperature=(0.01, 100), w=(0.01, 100), cfg=(0, 100),
+              seed=(0, 2**32), length=(1, 2**20), seeds=(1, 1000), real=(1, 10**7))
 
 
 def sampler_parser(doc):
@@ -14,7 +15,7 @@ def sampler_parser(doc):
     parser.add_argument("--temperature", type=float, help="times the noise of training: at the start and at each step (default: the run's, else 1)")
     parser.add_argument("--w", type=float, help="guidance scale, trained on 0.5 to 5 (default: the run's, else 3)")
     parser.add_argument("--cfg", type=float, help="guidance by the condition; 1 is none (default: the run's, else 1)")
-    parser.add_argument("--schedule", choices=["logit-normal", "uniform"], default="logit-normal", help="of the times")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="of the times (default: the run's, else logit-normal, drawn at random)")
     parser.add_argument("--device", default="auto")
     return parser
 
@@ -61,6 +62,6 @@ def parse(parser, argv):
 
 
 def sampler_settings(args, settings):
-    """Those of PAPER and the schedule: as args say, else as the run's settings say, else the paper's."""
+    """Those of PAPER: as args say, else as the run's settings say, else the paper's."""
     return {k: given if (given := getattr(args, k)) is not None else settings.get(f"sample_{k}", default)
-            for k, default in PAPER.items()} | dict(schedule=args.schedule)
+            for k, default in PAPER.items()}
