@@ -19,9 +19,11 @@ lr = 0.008
 warmup = 60
 cooldown = 0.5
 
-sample_steps = 64
-sample_gamma = 0.0
-sample_w = 1.0
+sample_steps = 32
+sample_gamma = 6.0
+sample_gamma_power = 1.0
+sample_schedule = "quantile"
+sample_w = 3.0
 sample_cfg = 2.0
 
 val_interval = 200
