@@ -40,7 +40,7 @@ def flow(model, z, grid, noise, gamma, w, cond_mask=None, x_cond=None, cfg=1.0, 
     From noise to embeddings: z (B, L, E) at time 0 -> z at time 1 (Alg. 5, steps as in Alg. 6).
 
     grid        (N + 1,) times from 0 to 1
-    noise       called once per SDE step, returns noise (B, L, E) at the scale the model was trained with
+    noise       called once per SDE step, returns noise (B, L, E) at the scale the model was trained with, times the temperature
     gamma       how much noise is put back: 0 is the ODE; a gamma_power lets it fall over time, as gamma (1 - t)^gamma_power
     w           guidance scale
     cond_mask   (B, L, 1) bool: where a condition stands, whose embeddings x_cond (B, L, E) stay clean in z and x_sc; None without one
