@@ -95,10 +95,9 @@ class Config:
 
 TYPES = {f.name: f.type for f in fields(Config)}
 CHANGEABLE = {"lr", "warmup", "cooldown", "clip", "ema", "seed"}  # with --change
-FREE = {"name", "out", "data", "encoder", "prepare", "init_from", "steps", "sample_steps", "sample_gamma", "sample_gamma_power",
-        "sample_temperature", "sample_schedule", "sample_w", "sample_cfg",
-        "log_interval", "val_interval", "val_rows", "sample_interval", "sample_rows", "save_interval", "save_minutes", "keep", "change",
-        "fresh", "device", "bf16", "compile", "recompute", "bench"}  # settings that a resumed run may change; of data and encoder the fingerprints count
+FREE = {"name", "out", "data", "encoder", "prepare", "init_from", "steps", "log_interval", "val_interval", "val_rows", "save_interval",
+        "save_minutes", "keep", "change", "fresh", "device", "bf16", "compile", "recompute", "bench"}
+FREE |= {name for name in TYPES if name.startswith("sample_")}  # settings that a resumed run may change; of data and encoder the fingerprints count
 MAY_BE_NEGATIVE = {"t_mean", "decode_mean"}
 MAY_BE_ZERO = {"seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cooldown", "cond_length", "cond_drop",
                "sample_gamma", "sample_gamma_power", "sample_cfg", "bench"}
