@@ -3,17 +3,16 @@ name = "docs_cond"
 data = "data/docs_cond"
 prepare = "data/docs_cond/prepare.py"
 encoder = "data/docs_cond/t5"
-length = 34
-cond_length = 16
+length = 30
+cond_length = 14
 
 depth = 6
 dim = 192
 heads = 6
 bottleneck = 64
-noise_scale = 0.7
-decode_noise = 1.0   # as the paper's conditional tasks
+noise_scale = 0.5
 
-steps = 1400
+steps = 1200
 batch_size = 64
 lr = 0.008
 warmup = 60
@@ -26,6 +25,6 @@ sample_schedule = "quantile"
 sample_w = 3.0
 sample_cfg = 2.0
 
-val_interval = 200
-sample_interval = 400
-save_interval = 200
+val_interval = 300
+sample_interval = 300
+save_interval = 300

@@ -1,8 +1,9 @@
 """
 English prose that every user of this repository already has: the docstrings and comments of the installed packages, sentence by sentence.
 
-Source files are read with `ast`; nothing is imported or downloaded. A small model can speak a small language: kept are sentences of fewer
-than LENGTH tokens, all of whose words are common. The tokens are whole words and punctuation marks. What it makes, all in this folder:
+Source files are read with `ast`; nothing is imported or downloaded. A small model can speak a small language: kept are sentences of words
+alone, without commas, quotes or numbers, of fewer than LENGTH tokens, all of which are common. The tokens are whole words. What it makes,
+all in this folder:
 
     train.bin, val.bin   one sentence a row: LENGTH tokens (uint16), ended and padded with </s>
     t5/                  a tokenizer and a small frozen T5 encoder, as `save_pretrained` writes them
@@ -38,16 +39,18 @@ from data.encoder import load_tokenizer  # noqa: E402
 from data.files import Files, save_pretrained, side_of  # noqa: E402
 from data.scratch import RECIPE, to_rows, train_encoder, train_scorer, word_tokenizer  # noqa: E402
 
-PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "tqdm", "tiktoken"]
-LENGTH = 18            # tokens a row, </s> included; longer sentences are dropped, not cut
-COMMON = 15            # a sentence is kept if all of its tokens occur so often
-VAL_SHARE = 0.05
+PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "tqdm", "tiktoken",  # and what these bring along:
+            "sympy", "networkx", "setuptools", "jinja2", "fsspec", "mpmath"]
+LENGTH = 16            # tokens a row, </s> included; longer sentences are dropped, not cut
+COMMON = 10            # a sentence is kept if all of its tokens occur so often
+VAL_SHARE = 0.07
 MIN_SENTENCES = 1000
 SCORER_STEPS = 2600
 
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(])")
 # Prose is a capital letter, then words and light punctuation, then a full stop.
 PROSE = re.compile(r"[A-Z][A-Za-z0-9 ,;:'\"()/%-]*(?:\.[A-Za-z0-9 ,;:'\"()/%-]+)*[.!?]")
+PLAIN = re.compile(r"[A-Z][A-Za-z]*(?: [A-Za-z]+)+\.")  # words alone
 SECTION = re.compile(r"(Args?|Arguments|Parameters|Returns?|Yields?|Raises|Notes?|Examples?|Attributes|Shape|See Also)\b ?:")
 MARKUP = [(re.compile(r":[a-z:]+:`~?([^`<]*)(<[^`]*>)?`"), r"\1"),   # :class:`~torch.Tensor` -> torch.Tensor
           (re.compile(r"\[`?~?([^\]`]*)`?\](\([^)]*\))?"), r"\1"),   # [`Trainer`](link)      -> Trainer
@@ -75,24 +78,32 @@ def parsed(file):
         return ast.Module([], [])
 
 
+def definitions(file):
+    """The module of a source file, and all classes and functions in it. Expressions hold none, and most of the nodes: they are left out."""
+    nodes = [parsed(file)]
+    for node in nodes:  # which grows meanwhile
+        nodes += [child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case))]
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
 def sentences(file):
-    """The sentences of prose in one file, each as a line of text."""
+    """The plain sentences of prose in one file, each as a line of text."""
     found = []
     for block in blocks(file):
         if text := prose(block):
-            found += [sentence for sentence in SENTENCE_END.split(text) if prose(sentence)]
+            found += [sentence for sentence in SENTENCE_END.split(text) if PLAIN.fullmatch(sentence) and prose(sentence)]
     return found
 
 
 def blocks(file):
     """What may be prose in one file: paragraphs of docstrings, in other paragraphs runs of lines of equal indent, and comments."""
-    for node in ast.walk(parsed(file)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node, clean=True) or ""):
-                yield paragraph
-                for indent, lines in groupby(paragraph.split("\n"), key=lambda line: len(line) - len(line.lstrip())):
-                    if indent:
-                        yield textwrap.dedent("\n".join(lines))
+    for node in definitions(file):
+        for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node, clean=True) or ""):
+            yield paragraph
+            for indent, lines in groupby(paragraph.split("\n"), key=lambda line: len(line) - len(line.lstrip())):
+                if indent:
+                    yield textwrap.dedent("\n".join(lines))
     source = Path(file).read_text(encoding="utf-8", errors="ignore").split("\n")
     for comment, lines in groupby(source, key=lambda line: line.lstrip().startswith("#")):
         if comment:

@@ -19,15 +19,15 @@ sys.path.insert(0, str(HERE.parents[1]))
 from config.machine import run_program  # noqa: E402
 from data import EOS  # noqa: E402
 from data.encoder import to_ids  # noqa: E402
-from data.docs.prepare import collect, parsed, prose, source_files  # noqa: E402
+from data.docs.prepare import PLAIN, collect, definitions, prose, source_files  # noqa: E402
 from data.files import Files, side_of  # noqa: E402
 from data.scratch import RECIPE, UNK, train_encoder, word_tokenizer  # noqa: E402
 
-LENGTH, COND_LENGTH = 34, 16  # longer pairs are dropped, not cut
+LENGTH, COND_LENGTH = 30, 14  # longer pairs are dropped, not cut
 COMMON = 5                    # a pair is kept if all tokens of its sentence occur so often; in signatures others are <unk>
 VAL_SHARE = 0.13
 MIN_PAIRS = 1000
-ENCODER = RECIPE | dict(steps=2000)  # rows are twice as long as those of data/docs
+ENCODER = RECIPE | dict(steps=1600)  # rows are twice as long as those of data/docs
 
 
 def signature(node):
@@ -43,12 +43,12 @@ def signature(node):
 def pairs(file):
     """(name, signature, first sentence) of everything in one file that has a docstring beginning with a sentence of prose."""
     found = []
-    for node in ast.walk(parsed(file)):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+    for node in definitions(file):
+        if not isinstance(node, ast.Module):
             text = " ".join(re.split(r"\n\s*\n", ast.get_docstring(node) or "")[0].split())
             sentence = re.match(r".+?[.!?](?=\s|$)", text)
-            if sentence and (sentence := prose(sentence[0])) and not re.search("[a-z][A-Z]", sentence):  # NumPy: the tokenizer splits names
-                found.append((node.name, signature(node), sentence))
+            if sentence and (sentence := prose(sentence[0])) and PLAIN.fullmatch(sentence) and not re.search("[a-z][A-Z]", sentence):
+                found.append((node.name, signature(node), sentence))  # without NumPy and its like, which the tokenizer would split
     return found
 
 
