@@ -418,6 +418,22 @@ def test_prose_filter():
         assert prose(block) is None, block
 
 
+def test_sentences_of_words_alone_from_every_definition(tmp_path):
+    kinds = ["if a:", "else:", "try:", "except E:", "finally:", "for a in b:", "while a:", "with a:", "match a:\n    case 1:", "class A:",
+             "async def f():"]
+    source = '"""The module is read as well."""\n# The comment is also read.\n'
+    for i, kind in enumerate(kinds):
+        pad = " " * (8 if "case" in kind else 4)
+        source += (f'{kind}\n{pad}def g(x=lambda: 0):\n{pad}    """Return the {"abcdefghijk"[i]} of it. It has 1 number. It is new, and has a comma. '
+                   f'It is "quoted" here.\n\n{pad}    It is the second paragraph.\n{pad}    """\n')
+        source += "" if kind in ("if a:", "try:", "except E:") else "\n"
+    file = tmp_path / "m.py"
+    file.write_text(source)
+    assert set(prepare.sentences(file)) == {f"Return the {letter} of it." for letter in "abcdefghijk"} | {
+        "The module is read as well.", "The comment is also read.", "It is the second paragraph."}
+
+
+
 SMALL = ["--length=40", "--cooldown=0", "--dim=32", "--depth=2", "--heads=2", "--bottleneck=16", "--batch_size=10", "--warmup=5", "--val_interval=20",
          "--val_rows=20", "--sample_interval=20", "--save_interval=10", "--log_interval=5", "--compile=false", "--bf16=false", "--device=cpu"]
 

@@ -27,7 +27,7 @@ LENGTH, COND_LENGTH = 30, 14  # longer pairs are dropped, not cut
 COMMON = 5                    # a pair is kept if all tokens of its sentence occur so often; in signatures others are <unk>
 VAL_SHARE = 0.13
 MIN_PAIRS = 1000
-ENCODER = RECIPE | dict(steps=1600)  # rows are twice as long as those of data/docs
+ENCODER = RECIPE | dict(batch_size=64)  # rows are twice as long as those of data/docs
 
 
 def signature(node):
