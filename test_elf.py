@@ -388,7 +388,7 @@ def docs(tmp_path_factory):
     (folder / "package.py").write_text(source)
     (folder / "broken.py").write_text("def (:")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in dict(HERE=folder, LENGTH=40, COMMON=1, MIN_SENTENCES=10, source_files=lambda: sorted(folder.glob("*.py")),
+        for name, value in dict(HERE=folder, LENGTH=40, COMMON=1, VAL_SHARE=0.05, MIN_SENTENCES=10, source_files=lambda: sorted(folder.glob("*.py")),
                                 RECIPE=dict(width=16, layers=1, heads=2, steps=30)).items():
             patch.setattr(prepare, name, value)
         prepare.main([])
