@@ -19,11 +19,12 @@ warmup = 60
 cooldown = 0.5
 
 sample_steps = 32
-sample_gamma = 6.0
-sample_gamma_power = 1.0
+sample_gamma = 30.0
+sample_gamma_power = 2.0
+sample_temperature = 1.5
 sample_schedule = "quantile"
 sample_w = 3.0
-sample_cfg = 2.0
+sample_cfg = 1.5
 
 val_interval = 300
 sample_interval = 300
