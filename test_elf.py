@@ -433,7 +433,6 @@ def test_sentences_of_words_alone_from_every_definition(tmp_path):
         "The module is read as well.", "The comment is also read.", "It is the second paragraph."}
 
 
-
 SMALL = ["--length=40", "--cooldown=0", "--dim=32", "--depth=2", "--heads=2", "--bottleneck=16", "--batch_size=10", "--warmup=5", "--val_interval=20",
          "--val_rows=20", "--sample_interval=20", "--save_interval=10", "--log_interval=5", "--compile=false", "--bf16=false", "--device=cpu"]
 
