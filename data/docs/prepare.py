@@ -125,9 +125,15 @@ def prose(block):
     return text
 
 
+def leave_signals_to_the_parent():
+    """In its workers: Ctrl-C ends the parent, which ends them by SIGTERM; at that they say nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def collect(read, files):
     """What `read` finds in all the files, in their order, each thing once."""
-    with Pool(os.cpu_count(), signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:  # Ctrl-C is the parent's to answer
+    with Pool(os.cpu_count(), leave_signals_to_the_parent) as pool:
         found = progress(pool.imap(read, files, chunksize=32), total=len(files), desc="reading docstrings")
         return list(dict.fromkeys(thing for in_file in found for thing in in_file))
 
