@@ -1154,6 +1154,17 @@ def test_words_as_tokens_and_the_words_of_names():
     assert rare("Load an image (or two).").input_ids.count(data.scratch.UNK) > 0 and data.scratch.UNK not in rare("Load an image.").input_ids
 
 
+def test_words_of_like_use_begin_near_each_other():
+    rows = np.array([[10, middle, 11, 1] for middle in (20, 21)] * 50 + [[12, 22, 13, 1]] * 50)
+    vectors = data.scratch.word_vectors(torch.from_numpy(rows), 30, 8)
+
+    def cosine(a, b):
+        return F.cosine_similarity(vectors[a], vectors[b], dim=0)
+    assert vectors.shape == (30, 8) and abs(vectors.std() - 1) < 1e-5 and cosine(20, 21) > 0.99 and cosine(20, 22) < 0.5
+    assert data.scratch.word_vectors(torch.from_numpy(rows), 30, 64).shape == (30, 64)  # fewer tokens than channels: zeros
+    assert data.scratch.word_vectors(torch.zeros(5, 4, dtype=torch.long), 3, 2).isfinite().all()
+
+
 def test_known_words_are_those_of_the_training_rows(docs):
     train, val, _ = open_data(str(docs[0]))
     tokenizer = load_tokenizer(docs[0] / "t5")

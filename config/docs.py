@@ -3,21 +3,21 @@ name = "docs"
 data = "data/docs"
 prepare = "data/docs/prepare.py"
 encoder = "data/docs/t5"
-length = 16
+length = 12
 
-depth = 6
-dim = 192
-heads = 6
+depth = 4
+dim = 256
+heads = 4
 bottleneck = 64
 noise_scale = 0.5    # not 2: the encoder has 64 channels instead of 512, and the information left at a given noise falls with them
 
-steps = 1700
+steps = 2000
 batch_size = 64
 lr = 0.008           # far above the paper's 0.002: a short run of a small network needs it (see README.md here)
 warmup = 60
 cooldown = 0.5
 
-sample_gamma = 30.0  # at 32 steps: much noise early, ever less later, more than in training, and at times that chance does not choose:
+sample_gamma = 36.0  # at 32 steps: much noise early, ever less later, more than in training, and at times that chance does not choose:
 sample_gamma_power = 2.0                  # text that is both likely and varied (see README.md here)
 sample_temperature = 1.7
 sample_schedule = "quantile"

@@ -41,7 +41,7 @@ from data.scratch import RECIPE, to_rows, train_encoder, train_scorer, word_toke
 
 PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "tqdm", "tiktoken",  # and what these bring along:
             "sympy", "networkx", "setuptools", "jinja2", "fsspec", "mpmath"]
-LENGTH = 16            # tokens a row, </s> included; longer sentences are dropped, not cut
+LENGTH = 12            # tokens a row, </s> included; longer sentences are dropped, not cut
 COMMON = 10            # a sentence is kept if all of its tokens occur so often
 VAL_SHARE = 0.07
 MIN_SENTENCES = 1000
