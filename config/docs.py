@@ -10,6 +10,7 @@ dim = 256
 heads = 4
 bottleneck = 64
 noise_scale = 0.5    # not 2: the encoder has 64 channels instead of 512, and the information left at a given noise falls with them
+decode_noise = 2.0   # likewise
 
 steps = 2000
 batch_size = 64
@@ -19,9 +20,9 @@ cooldown = 0.5
 
 sample_gamma = 36.0  # at 32 steps: much noise early, ever less later, more than in training, and at times that chance does not choose:
 sample_gamma_power = 2.0                  # text that is both likely and varied (see README.md here)
-sample_temperature = 1.7
+sample_temperature = 1.9
 sample_schedule = "quantile"
 
-val_interval = 600
-sample_interval = 600
-save_interval = 600
+val_interval = 500
+sample_interval = 500
+save_interval = 500

@@ -3,16 +3,17 @@ name = "docs_cond"
 data = "data/docs_cond"
 prepare = "data/docs_cond/prepare.py"
 encoder = "data/docs_cond/t5"
-length = 30
-cond_length = 14
+length = 26
+cond_length = 12
 
-depth = 6
-dim = 192
-heads = 6
+depth = 4
+dim = 256
+heads = 4
 bottleneck = 64
-noise_scale = 0.5
+noise_scale = 0.7
+decode_noise = 1.0
 
-steps = 1200
+steps = 1400
 batch_size = 64
 lr = 0.008
 warmup = 60
@@ -24,8 +25,8 @@ sample_gamma_power = 2.0
 sample_temperature = 1.5
 sample_schedule = "quantile"
 sample_w = 3.0
-sample_cfg = 1.5
+sample_cfg = 2.0
 
-val_interval = 300
-sample_interval = 300
-save_interval = 300
+val_interval = 700
+sample_interval = 700
+save_interval = 700

@@ -2,6 +2,5 @@
 from config.docs import *  # noqa: F403
 
 name = "docs_long"
-dim = 256
-heads = 4
+depth = 8
 steps = 5000

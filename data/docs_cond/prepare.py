@@ -23,7 +23,7 @@ from data.docs.prepare import PLAIN, collect, definitions, prose, source_files  
 from data.files import Files, side_of  # noqa: E402
 from data.scratch import RECIPE, UNK, train_encoder, word_tokenizer  # noqa: E402
 
-LENGTH, COND_LENGTH = 30, 14  # longer pairs are dropped, not cut
+LENGTH, COND_LENGTH = 26, 12  # longer pairs are dropped, not cut
 COMMON = 5                    # a pair is kept if all tokens of its sentence occur so often; in signatures others are <unk>
 VAL_SHARE = 0.13
 MIN_PAIRS = 1000
