@@ -2,5 +2,5 @@
 from config.docs import *  # noqa: F403
 
 name = "docs_long"
-depth = 8
+depth = 6
 steps = 5000
