@@ -12,7 +12,7 @@ bottleneck = 64
 noise_scale = 0.5    # not 2: the encoder has 64 channels instead of 512, and the information left at a given noise falls with them
 decode_noise = 2.0   # likewise
 
-steps = 2000
+steps = 1800
 batch_size = 64
 lr = 0.008           # far above the paper's 0.002: a short run of a small network needs it (see README.md here)
 warmup = 60
@@ -23,6 +23,6 @@ sample_gamma_power = 2.0                  # text that is both likely and varied 
 sample_temperature = 1.9
 sample_schedule = "quantile"
 
-val_interval = 500
-sample_interval = 500
-save_interval = 500
+val_interval = 600
+sample_interval = 600
+save_interval = 600
