@@ -26,14 +26,15 @@ import numpy as np
 import torch
 
 from config import CHANGEABLE, FREE, ROOT
-from config.machine import barrier, compile_blocks, describe, hold, max_over_processes, precision, print0, rank
+from config.machine import barrier, cast_matrices, compile_blocks, describe, hold, max_over_processes, precision, print0, rank
+from config.sampling import PAPER_PAIRS
 from model import ELF, ELFConfig
 
 VERSION = 2  # of the format of train.py's checkpoints; in 1, the tokens of the guidance scale were called `scale`
 
 # What a file in the reference's format does not say (Tab. 4): for OpenWebText, and what differs where the name says another task.
 REFERENCE_SETTINGS = dict(encoder="t5-small", length=1024, cond_length=0, noise_scale=2.0, t_mean=-1.5, t_std=0.8, x_mean=0.0, x_std=0.2)
-PAIRS = dict(sample_steps=64, sample_gamma=0.0, sample_w=1.0, sample_cfg=2.0)
+PAIRS = {f"sample_{key}": value for key, value in PAPER_PAIRS.items()}
 REFERENCE_TASKS = {"de-en": dict(length=128, cond_length=64) | PAIRS, "xsum": dict(length=1088, cond_length=1024) | PAIRS,
                    "PD-owt": dict(sample_steps=8, sample_w=2.5)}
 REFERENCE_NAMES = [  # the reference's parameter names -> ours
@@ -236,14 +237,17 @@ def save(state, keep, better):
         old.unlink()
 
 
+def new_network(config, data):
+    torch.manual_seed(config.seed)
+    model = ELF(ELFConfig(config.depth, config.dim, config.heads, data.encoder.config.d_model, len(data.tokenizer), config.bottleneck))
+    model.recompute = config.recompute
+    return model.to(data.encoder.device)
+
+
 def begin(config, data, folder, make_optimizers):
     """The State to start from: the run's newest checkpoint, or else new weights, or those of config.init_from."""
-    device = data.encoder.device
-    torch.manual_seed(config.seed)
-    model = ELF(ELFConfig(config.depth, config.dim, config.heads, data.encoder.config.d_model, len(data.tokenizer), config.bottleneck)).to(device)
-    model.recompute = config.recompute
-    long = config.steps >= 500 or config.bench > 0  # compiling takes half a minute, which shorter runs do not earn back
-    compiled = config.compile and long and compile_blocks(model, device)
+    model, device = new_network(config, data), data.encoder.device
+    compiled = config.compiles() and compile_blocks(model, device)
     settings = asdict(config) | {key: data.meta.get(key) for key in ("x_mean", "x_std", "fingerprint", "tokenizer", "encoder_weights")}
     state = State(folder, settings, describe(device, precision(device, config.bf16) == torch.bfloat16, compiled), model,
                   [param.detach().clone() for param in model.parameters()], make_optimizers(model, config))
@@ -255,21 +259,18 @@ def begin(config, data, folder, make_optimizers):
             move_aside(folder)
         barrier()
         resume(state, config)
-    size, on = sum(param.numel() for param in model.parameters()), f", from step {state.step} on" * (state.step > 0)
+    size, on = sum(param.numel() for param in model.parameters()), f", from step {state.step} on" * (0 < state.step < config.steps)
     print0(f"{size:,} parameters, {len(data.train):,} training rows of {config.length} ({data.meta['fingerprint']}), {config.steps} steps of "
            f"{config.batch_size} rows, {device.type}{on}")
     return state
 
 
 def resume(state, config):
-    """Brings state to where its run stands, if it has been begun; ends one that is finished."""
+    """Brings state to where its run stands, if it has been begun."""
     changed = restore(state, CHANGEABLE if config.change else set())
     if max_over_processes(state.step) != -max_over_processes(-state.step):
         sys.exit(f"{state.folder}: not the same on all machines; choose an --out that they share")
-    if state.step >= config.steps:
-        print0(f"{state.folder}: finished at step {state.step}; more --steps go on from there, --fresh or another --name starts anew")
-        sys.exit()
-    if rank() == 0:
+    if rank() == 0 and state.step < config.steps:
         cut_log(state.folder / "log.jsonl", state.step)
         if changed:
             print(f"from step {state.step} on: {', '.join(changed)}", flush=True)
@@ -323,6 +324,19 @@ def start_from(source, state):
         sys.exit(f"init_from = {source}: a network of other sizes ({'; '.join(differ)}); set these to fit")
     state.model.load_state_dict(other.state_dict())
     torch._foreach_copy_(state.ema, [param.detach() for param in state.model.parameters()])
+
+
+def load_teacher(config, data):
+    """The network of config.teacher, frozen; SystemExit if it was trained on other embeddings or rows than those of data."""
+    device, ours = data.encoder.device, asdict(config) | data.meta
+    teacher, settings = (new_network(config, data), {}) if config.bench else load(config.teacher, device)
+    if differ := [f"{k} {settings[k]!r:.50}, here {ours[k]!r:.50}" for k in ("noise_scale", "length", "cond_length", "tokenizer", "encoder_weights")
+                  if settings.get(k, ours[k]) != ours[k]]:
+        sys.exit(f"teacher = {config.teacher}: trained with other embeddings or rows ({'; '.join(differ)}); a student learns on its teacher's")
+    cast_matrices(teacher, precision(device, config.bf16))
+    if config.compiles():
+        compile_blocks(teacher, device)
+    return teacher.requires_grad_(False)
 
 
 @contextmanager

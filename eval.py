@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import load, newest_run
-from config.machine import autocast, pick_device, progress, run_program
+from config.machine import autocast, pick_device, progress, ready_to_sample, run_program
 from data.encoder import from_pretrained, load_encoder, load_tokenizer, to_ids, to_text
 from data.rows import open_data
 from data.texts import read_samples
@@ -277,6 +277,8 @@ def main(argv=None):
         sys.exit(f"--real {args.real}: {data or source} has {len(val or []) // 2} odd validation rows here (the even ones chose the settings)")
 
     known = known_words(train, tokenizer) if train is not None else None
+    if model:
+        ready_to_sample(model, device, args.n * args.seeds * settings["length"] * how["steps"])
     results = []
     for seed in range(args.seeds):
         rows, figures = None, {}

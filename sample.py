@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import load, newest_run
-from config.machine import autocast, pick_device, progress, run_program, seeded
+from config.machine import autocast, pick_device, progress, ready_to_sample, run_program, seeded
 from data.encoder import cut_conditions, embed_conditions, load_encoder, load_tokenizer, to_text
 from data.texts import read_conditions, refuse_to_overwrite, write_jsonl
 from model import velocity
@@ -161,6 +161,7 @@ def main(argv=None):
         records = read_conditions(args.cond, args.n)
         given = dict(conditions=cut_conditions(tokenizer, records, settings["cond_length"]),
                      encoder=load_encoder(settings["encoder"], device, settings.get("encoder_weights")))
+    ready_to_sample(model, device, len(records) * length * used["steps"])
     print(f"{ckpt}: {len(records)} samples of {length} tokens, {used}", file=sys.stderr)
     n_cond = len(given["conditions"][0]) if given else 0
     trace = functools.partial(print_step, model, tokenizer, used["w"], n_cond) if args.trace else None

@@ -30,12 +30,12 @@ import data.texts
 import eval as evaluate
 import train
 from checkpoint import load
-from config import Config, config_files, configure
+from config import Config, config_files, configure, sampling
 from config.machine import StopSignal, compile_blocks, matrix_work, newton_schulz_work, seeded
 from data.docs import prepare
 from data.encoder import condition_mask, embed, embed_conditions, load_encoder, load_tokenizer, to_ids, to_text
 from data.rows import open_data
-from model import ELF, PREFIX, ELFConfig, rotary_table, rotate
+from model import ELF, PREFIX, ELFConfig, rotary_table, rotate, velocity
 from sample import decode, flow, sample, time_grid
 from sample import main as sample_main
 
@@ -128,10 +128,10 @@ def test_network_golden(golden):
         assert close(value, want)
 
 
-def row_losses(model, n_dec, n_sc, x, ids, cond_mask, noise_scale=2.0, decode_noise=5.0, **draws):
+def row_losses(model, n_dec, n_sc, x, ids, cond_mask, noise_scale=2.0, decode_noise=5.0, teacher=None, **draws):
     """train.losses as a mean for each row: mse of the denoise rows, ce of the decode rows."""
     kinds = slice(0, n_dec), slice(n_dec, n_dec + n_sc), slice(n_dec + n_sc, len(x))
-    parts = train.losses(model, x, ids, cond_mask, kinds, **draws, noise_scale=noise_scale, decode_noise=decode_noise)
+    parts = train.losses(model, x, ids, cond_mask, kinds, **draws, noise_scale=noise_scale, decode_noise=decode_noise, teacher=teacher)
     ce, mse_sc, mse_plain = ((values * counts).sum(1) / counts.sum(1) for values, counts in parts)
     return torch.cat([mse_sc, mse_plain]), ce
 
@@ -472,9 +472,8 @@ def test_interrupted_run_ends_as_an_uninterrupted_one(run, docs, tmp_path):
     before = {f: f.read_bytes() for f in run.iterdir()}
     with pytest.raises(SystemExit, match="other settings.*lr"):
         train.main(small(docs[0], run, "--steps=50", "--lr=0.1"))
-    with pytest.raises(SystemExit) as finished:
-        train.main(small(docs[0], run, "--steps=40"))
-    assert not finished.value.code and before == {f: f.read_bytes() for f in run.iterdir()}
+    train.main(small(docs[0], run, "--steps=40"))
+    assert before == {f: f.read_bytes() for f in run.iterdir()}
 
 
 def test_a_run_that_blows_up_keeps_its_checkpoint(docs, tmp_path):
@@ -931,6 +930,18 @@ def test_sample_program(run, tmp_path, capsys):
             sample_main(["--ckpt", str(run), "--out", str(path)])
 
 
+def test_the_papers_settings_are_a_flag_away():
+    run = dict(sample_steps=16, sample_gamma=30.0, sample_temperature=1.7, sample_w=2.0, cond_length=0)
+
+    def used(*argv, **more):
+        how = sampling.sampler_settings(sampling.sample_arguments(list(argv), ""), run | more)
+        return [how[key] for key in ("steps", "gamma", "temperature", "w", "cfg")]
+    assert used() == [16, 30.0, 1.7, 2.0, 1.0] and used("--w", "3", "--steps=8") == [8, 30.0, 1.7, 3.0, 1.0]
+    assert used("--preset", "paper") == [32, 1.5, 1.0, 3.0, 1.0] and used("--preset=paper", "--steps=64", "--w=2") == [64, 1.0, 1.0, 2.0, 1.0]
+    assert used("--preset", "paper", "--steps=8")[1] == 2.0 and used("--preset", "paper", "--gamma", "0")[1] == 0.0
+    assert used("--preset", "paper", cond_length=64) == [64, 0.0, 1.0, 1.0, 2.0]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # mistakes: one line each, naming the thing, the value and the way out
 
@@ -957,6 +968,9 @@ def test_sample_program(run, tmp_path, capsys):
     (["--t_mean=nan"], "t_mean = nan: must be greater than -100"),
     (["--seed=-1"], "seed = -1: must be at least 0"),
     (["--device=meta"], "device = meta: not usable here"),
+    (["--teacher=out/docs"], "teacher = 'out/docs', student_steps = 0, teacher_substeps = 0: a distillation needs all three"),
+    (["--student_steps=4"], "a distillation needs all three"),
+    (["--teacher=out/docs", "--student_steps=4", "--teacher_substeps=2", "--rounds=4"], "student_steps = 4: cannot be halved 3 times, for rounds = 4"),
 ])
 def test_config_errors(argv, says):
     with pytest.raises(SystemExit) as stop:
@@ -1685,6 +1699,93 @@ def test_released_conditional_weights_know_their_task(tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# progressive distillation
+
+def test_times_of_teacher_and_student():
+    cfg = Config(student_steps=4, teacher_substeps=3)
+    r = draws(20_000, 4000, cfg)
+    assert r["times"].shape == (20_000, 4) and (r["times"].diff() >= 0).all()
+    assert torch.equal(r["times"][:, 0], r["t"]) and torch.allclose(r["times"][:, -1], r["t"] + 1 / 4)
+    logit = torch.logit(r["t"] / 0.75)
+    assert abs(logit.mean() + 1.5) < 0.02 and abs(logit.std() - 0.8) < 0.02
+    inner = torch.logit(((r["times"][:, 1:-1] - r["t"][:, None]) * 4).clamp(1e-4, 1 - 1e-4))
+    assert abs(inner.mean() + 1.5) < 0.02 and abs(inner.std() - 0.8) < 0.03
+    r = draws(8, 2, Config(student_steps=1, teacher_substeps=2))
+    assert (r["t"] == 0).all() and (r["times"][:, -1] == 1).all()
+
+
+@torch.no_grad()
+def test_one_step_to_the_distilled_target_ends_where_the_teachers_steps_end(golden):
+    """Where they end is known from the sampler, which takes them one row at a time."""
+    times = torch.tensor([[0.1, 0.15, 0.3], [0.7, 0.8, 0.9]])
+    for cond_mask in (NONE, torch.arange(L)[None, :, None].expand(2, L, 1) < torch.tensor([0, 3])[:, None, None]):
+        z, nothing = torch.where(cond_mask, X, Z), torch.where(cond_mask, X, 0.0)
+        target = train.distilled_target(golden, z, nothing, times, torch.full((2,), 3.0), cond_mask)
+        landed = z + (times[:, -1] - times[:, 0])[:, None, None] * velocity(target, z, times[:, 0, None, None])
+        for i in range(2):
+            row = slice(i, i + 1)
+            *_, (_, end, _) = flow(golden, z[row], times[i], None, 0.0, 3.0, cond_mask[row], X[row])
+            assert torch.allclose(landed[row], end, atol=1e-5)
+    for span in (0.2, 1e-3):  # a single step is the student's own: the target is the teacher's x_pred, and a student like it has no loss
+        one = torch.tensor([[0.1, 0.1 + span], [0.7, 0.7 + span]])
+        target = train.distilled_target(golden, Z, X, one, W, NONE)
+        assert torch.allclose(target, golden(Z, X, one[:, 0], W)[0], atol=1e-3)
+    r = draws(10, 2, Config(student_steps=4, teacher_substeps=1))
+    mse, _ = row_losses(golden, 2, 4, torch.randn(10, L, E), torch.randint(V, (10, L)), NONE[:1].expand(10, L, 1), **r, teacher=golden)
+    assert (mse < 1e-9).all()
+
+
+def test_the_distilled_target_of_a_linear_teacher():
+    """x_pred = a z gives dz/dt = (a - 1) z / (1 - t), so that z goes as (1 - t)^(1 - a): one step to the target ends there."""
+    a, times = -0.5, torch.linspace(0.2, 0.6, 4001).expand(2, -1)
+    target = train.distilled_target(lambda z, *_: (a * z, None), Z, X, times, W, NONE)
+    end = Z + 0.4 * velocity(target, Z, torch.tensor(0.2))
+    assert torch.allclose(end, Z * (0.4 / 0.8) ** (1 - a), atol=1e-3)
+
+
+def test_losses_of_a_student(golden):
+    """Mean square distance to the target, from the x_sc that both see: the teacher's guess on some rows, nothing on others."""
+    torch.manual_seed(0)
+    student = ELF(golden.config)
+    cfg = Config(student_steps=4, teacher_substeps=3)
+    x, ids, r = torch.randn(10, L, E), torch.randint(V, (10, L)), draws(10, 2, cfg)
+    none = NONE[:1].expand(10, L, 1)
+    mse, ce = row_losses(student, 2, 4, x, ids, none, **r, teacher=golden)
+    t3, w = r["t"][:, None, None], r["w"]
+    z, x_sc = t3 * x + (1 - t3) * 2 * r["eps"], torch.zeros_like(x)
+    with torch.no_grad():
+        x_sc[2:6] = golden(z[2:6], x_sc[2:6], r["t"][2:6], w[2:6])[0]
+    target = train.distilled_target(golden, z, x_sc, r["times"], w, none)
+    assert torch.allclose(mse, (student(z, x_sc, r["t"], w)[0] - target).square().mean((1, 2))[2:], rtol=1e-4)
+    assert torch.equal(ce, row_losses(student, 2, 4, x, ids, none, **{k: v for k, v in r.items() if k != "times"})[1])
+    mse.sum().backward()
+    assert student.in_proj.weight.grad is not None and golden.in_proj.weight.grad is None
+
+
+def test_rounds_of_distillation(run, docs, tmp_path, monkeypatch, capsys):
+    """Each round is a run of its own, of half the steps, from the last one's weights; stopped anywhere, the same command ends with the same."""
+    argv = [f"--teacher={run}", "--student_steps=4", "--teacher_substeps=2", "--rounds=2", "--steps=10", "--save_interval=2", "--noise_scale=0.5"]
+    train.main(small(docs[0], tmp_path / "whole", *argv))
+    content = {n: newest(tmp_path / f"whole_{n}") for n in (4, 2)}
+    kept = {n: [content[n]["settings"][k] for k in ("student_steps", "teacher_substeps", "sample_steps")] for n in content}
+    assert kept == {4: [4, 2, 4], 2: [2, 4, 2]} and load(tmp_path / "whole_2")[1]["teacher"] == str(run)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        real, calls = train.train_step, []
+        patch.setattr(train, "train_step", lambda *a: calls.append(1) or (real(*a) if len(calls) < 15 else signal.raise_signal(signal.SIGINT)))
+        patch.setattr(StopSignal, "handle", signal.default_int_handler)
+        train.main(small(docs[0], tmp_path / "cut", *argv))
+    assert newest(tmp_path / "cut_4")["step"] == 10 and newest(tmp_path / "cut_2")["step"] == 4
+    capsys.readouterr()
+    train.main(small(docs[0], tmp_path / "cut", *argv))
+    assert "cut_4: finished at step 10" in capsys.readouterr().out
+    for n in content:
+        for part in ("model", "ema"):
+            assert same(content[n][part], newest(tmp_path / f"cut_{n}")[part])
+    with pytest.raises(SystemExit, match="teacher = .*: trained with other embeddings or rows .noise_scale 0.5, here 0.7"):
+        train.main(small(docs[0], tmp_path / "other", *argv, "--noise_scale=0.7"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # speed
 
 def test_bench_needs_nothing_and_leaves_nothing(tmp_path, capsys):
@@ -1710,6 +1811,11 @@ def test_matrix_work_is_what_torch_counts(golden):
         loss_of(golden, x, ids, Config(), draws(10, 2, Config())).backward()
         encoder(input_ids=ids)
     assert abs(matrix_work(golden, encoder, 10, L, 2, 4) / counter.get_total_flops() - 1) < 0.1
+    r = draws(10, 2, Config(student_steps=2, teacher_substeps=6))
+    with FlopCounterMode(display=False) as counter:
+        row_losses(golden, 2, 4, x, ids, NONE[:1].expand(10, L, 1), **r, teacher=golden)[0].sum().backward()
+        encoder(input_ids=ids)
+    assert abs(matrix_work(golden, encoder, 10, L, 2, 4, 6) / counter.get_total_flops() - 1) < 0.1
     golden.zero_grad()
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import begin, locked, record
+from checkpoint import begin, load_teacher, locked, record
 from config.machine import (Clock, StopSignal, autocast, barrier, max_over_processes, pick_device, precision, print0, progress, rank,
                             run_program, seeded, world_size)
 from data.encoder import condition_mask, embed, load_data, to_text
@@ -45,16 +45,42 @@ def split_rows(B, config):
 
 
 def draw(B, L, E, n_decode, config, rng):
-    """Everything random in a micro-batch but `drop`: t (B,), w (B,), eps (B, L, E) at unit scale, p (n_decode, L, 1)."""
+    """
+    Everything random in a micro-batch but `drop`: t (B,), w (B,), eps (B, L, E) at unit scale, p (n_decode, L, 1); for a student also
+    times (B, K + 1), the teacher's within the student's step, which begins at t.
+    """
     how = dict(generator=rng, device=rng.device)
     w = (1 + config.w_min) * ((1 + config.w_max) / (1 + config.w_min)) ** torch.rand(B, **how) - 1    # log-uniform in 1 + w
     t = torch.sigmoid(config.t_mean + config.t_std * torch.randn(B, **how))
     eps = torch.randn(B, L, E, **how)
     p = torch.sigmoid(config.decode_mean + config.decode_std * torch.randn(n_decode, L, 1, **how))
-    return dict(t=t, w=w, eps=eps, p=p)
+    if not config.student_steps:
+        return dict(t=t, w=w, eps=eps, p=p)
+    span, K = 1 / config.student_steps, config.teacher_substeps
+    inner = torch.sigmoid(config.t_mean + config.t_std * torch.randn(B, K - 1, **how)).sort().values
+    places = torch.cat([torch.zeros(B, 1, device=rng.device), inner, torch.ones(B, 1, device=rng.device)], dim=1)
+    t = (1 - span) * t
+    return dict(t=t, w=w, eps=eps, p=p, times=t[:, None] + span * places)
 
 
-def losses(model, x, ids, cond_mask, kinds, t, w, eps, p, noise_scale, decode_noise):
+@torch.no_grad()
+def distilled_target(teacher, z, x_sc, times, w, cond_mask):
+    """
+    The x_pred with which one Euler step of the student from z ends where the teacher's K steps end (progressive distillation).
+
+    z, x_sc   (B, L, E)    what the student sees, and the teacher's first step; its others see its own last x_pred
+    times     (B, K + 1)   of the teacher's steps: the first is that of z, the last that of the student's step's end
+    """
+    z_end = z
+    for t, t_next in zip(times.mT, times.mT[1:]):
+        x_pred = teacher(z_end, x_sc, t, w)[0].float()
+        z_end = torch.where(cond_mask, z, z_end + (t_next - t)[:, None, None] * velocity(x_pred, z_end, t[:, None, None]))
+        x_sc = torch.where(cond_mask, x_sc, x_pred)
+    start, end = times[:, 0, None, None], times[:, -1, None, None]
+    return z + (1 - start) / (end - start) * (z_end - z)
+
+
+def losses(model, x, ids, cond_mask, kinds, t, w, eps, p, noise_scale, decode_noise, times=None, teacher=None):
     """
     The losses of one micro-batch, token by token: Alg. 1, of which Alg. 3 (denoise) and Alg. 4 (decode) are the two branches.
 
@@ -62,7 +88,8 @@ def losses(model, x, ids, cond_mask, kinds, t, w, eps, p, noise_scale, decode_no
     ids        (B, L)          their tokens
     cond_mask  (B, L, 1) bool  the positions of a condition: denoising leaves them clean, and no loss counts there
     kinds      the slices dec, sc and plain of the batch, as from `split_rows`
-    t, w, eps, p               as from `draw`
+    t, w, eps, p, times        as from `draw`
+    teacher    for a student: the frozen network whose steps it learns to take at once
     returns    for dec, sc and plain rows, a loss (rows, L) and where it counts (rows, L) bool
     """
     dec, sc, plain = kinds
@@ -75,15 +102,21 @@ def losses(model, x, ids, cond_mask, kinds, t, w, eps, p, noise_scale, decode_no
     x_sc = torch.where(cond_mask, x, 0.0)                                                   # and in x_sc,
     x_sc[dec] = 0.0                                                                         # which decoding does without
 
-    with torch.no_grad():                                                                   # Alg. 3: a first guess, without x_sc,
-        x_u = getattr(model, "module", model)(z[sc], x_sc[sc], t[sc], w[sc])[0].float()     # past DDP: no backward belongs to it
+    guesser = teacher or getattr(model, "module", model)                                    # past DDP: no backward belongs to it
+    with torch.no_grad():
+        x_u = guesser(z[sc], x_sc[sc], t[sc], w[sc])[0].float()                             # Alg. 3: a first guess, without x_sc
     x_sc[sc] = torch.where(cond_mask[sc], x[sc], x_u)
 
     x_pred, logits = model(z, x_sc, t, w, n_decode=dec.stop)                                # one forward for both branches
-    x_pred_sc, x_pred_plain = x_pred.float().tensor_split([len(x_u)])
-
     ce = F.cross_entropy(logits.float().mT, ids[dec], reduction="none")                     # Eq. 2
+    counted = ~cond_mask[..., 0]
 
+    if teacher:
+        target = distilled_target(teacher, z[den], x_sc[den], times[den], w[den], cond_mask[den])
+        mse_sc, mse_plain = (x_pred.float() - target).square().mean(2).tensor_split([len(x_u)])
+        return (ce, counted[dec]), (mse_sc, counted[sc]), (mse_plain, counted[plain])
+
+    x_pred_sc, x_pred_plain = x_pred.float().tensor_split([len(x_u)])
     v = velocity(x[plain], z[plain], t3[plain])
     v_pred = velocity(x_pred_plain, z[plain], t3[plain])
     mse_plain = (v_pred - v).square().mean(2)                                               # Eq. 1
@@ -95,8 +128,6 @@ def losses(model, x, ids, cond_mask, kinds, t, w, eps, p, noise_scale, decode_no
     # condition that plain text lacks.
     target = v + (1 - 1 / w[sc, None, None]) * (v_pred.detach() - v_u)                      # Eq. 3
     mse_sc = (v_pred - target).square().mean(2)
-
-    counted = ~cond_mask[..., 0]
     return (ce, counted[dec]), (mse_sc, counted[sc]), (mse_plain, counted[plain])
 
 
@@ -126,7 +157,7 @@ def batch_losses(model, data, rows, rng, config):
             x = embed(data.encoder, ids, data.x_mean, data.x_std)
         B, L, E = x.shape
         return losses(model, x, ids, cond_mask, kinds, **draw(B, L, E, kinds[0].stop, config, rng),
-                      noise_scale=config.noise_scale, decode_noise=config.decode_noise)
+                      noise_scale=config.noise_scale, decode_noise=config.decode_noise, teacher=data.teacher)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,8 +268,10 @@ def train_step(net, state, data, config, clock):
 
 def train(state, data, config, stop):
     """The steps that are left. Returns None, or the line that says why the run failed."""
+    if state.step >= config.steps:
+        return print0(f"{state.folder}: finished at step {state.step}; more --steps go on from there, --fresh or another --name starts anew")
     net = DistributedDataParallel(state.model) if world_size() > 1 else state.model
-    clock = Clock(state.model, data.encoder, config, state.step)
+    clock = Clock(state.model, data, config, state.step)
     bad_step = torch.zeros((), dtype=torch.int64, device=data.encoder.device)  # the first whose gradient is not finite, in all processes
     saved_step, saved_at, unsaved = state.step, time.monotonic(), ""
     stop.finish_step = world_size() > 1 and not config.bench  # alone, until the first step is done, there is nothing to save: Ctrl-C just ends
@@ -277,23 +310,29 @@ def train(state, data, config, stop):
 def main(argv=None):
     """Trains as the settings in argv say, under torchrun as one of several processes; SystemExit with one line if it cannot go on."""
     config = configure(sys.argv[1:] if argv is None else argv, __doc__)
-    config = replace(config, steps=config.bench or config.steps)
     device = pick_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    is_first, folder = rank() == 0, ROOT / config.out / config.name
+    config = replace(config, steps=config.bench or config.steps)
+    split_rows(config.micro_batch(world_size()), config)  # too few rows are found out now, not after minutes of preparation
     with StopSignal() as stop:
-        split_rows(config.micro_batch(world_size()), config)  # too few rows are found out now, not after minutes of preparation
         data = load_data(config, device)
-        with locked(folder) if is_first and not config.bench else nullcontext():
-            barrier()
-            failed = train(begin(config, data, folder, optimizers), data, config, stop)
+        if config.teacher:
+            data.teacher = load_teacher(config, data)
+        for run in config.in_rounds():
+            folder = ROOT / run.out / run.name
+            with locked(folder) if rank() == 0 and not run.bench else nullcontext():
+                barrier()
+                state = begin(run, data, folder, optimizers)
+                failed = train(state, data, run, stop)
+            if failed or state.step < run.steps:  # asked to stop
+                break
     if dist.is_initialized():  # train has let go of DDP, which holds it: the other way round, gloo's thread and this one may wait for each other
         dist.destroy_process_group()
     if failed:
-        sys.exit(failed if is_first else 1)
+        sys.exit(failed if rank() == 0 else 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

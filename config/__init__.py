@@ -8,10 +8,10 @@ import os
 import re
 import runpy
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from config.sampling import SCHEDULES
+from config.sampling import PAPER, SCHEDULES
 
 # Threads of torch that wait shall sleep, not spin: 10 % slower alone, but twice as fast beside one busy process. torch reads it once.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -46,14 +46,19 @@ class Config:
     decode_std: float = 0.8
     decode_noise: float = 5.0      # 1 for conditional tasks
     cond_drop: float = 0.1         # of the rows with a condition: it is hidden, so that sampling can guide by it
+    # progressive distillation: a student, one of whose steps is many of its teacher's
+    teacher: str = ""              # run, file or Hugging Face repo id; the student starts from its weights
+    student_steps: int = 0         # its steps from noise to text
+    teacher_substeps: int = 0      # of the teacher, in each of them
+    rounds: int = 1                # runs in a row, each from the last one's weights: half of the student's steps, twice the teacher's
     # sampling, unless sample.py is told otherwise
-    sample_steps: int = 32
-    sample_gamma: float = 1.5
-    sample_gamma_power: float = 0.0
-    sample_temperature: float = 1.0
-    sample_schedule: str = "logit-normal"
-    sample_w: float = 3.0
-    sample_cfg: float = 1.0
+    sample_steps: int = PAPER["steps"]
+    sample_gamma: float = PAPER["gamma"]
+    sample_gamma_power: float = PAPER["gamma_power"]
+    sample_temperature: float = PAPER["temperature"]
+    sample_schedule: str = PAPER["schedule"]
+    sample_w: float = PAPER["w"]
+    sample_cfg: float = PAPER["cfg"]
     # optimisation
     steps: int = 95_000
     batch_size: int = 512          # rows a step, over all processes
@@ -78,9 +83,25 @@ class Config:
     # machine
     device: str = "auto"           # cuda, mps or cpu
     bf16: bool = True              # where the device is good at it
-    compile: bool = True           # where there is a compiler, and at least 500 steps
+    compile: bool = True           # where there is a compiler, and at least 500 steps or a teacher
     recompute: bool = False        # activations, block by block, in the backward pass: less memory, more work
     bench: int = 0                 # only so many steps, on random tokens with a random encoder; nothing is read or saved
+
+    def in_rounds(self):
+        """The configs of the runs that this one stands for: itself, or the rounds of a distillation, named after their students' steps."""
+        if not self.teacher:
+            return [self]
+        each, last = [], self.teacher
+        for i in range(self.rounds):
+            steps = self.student_steps >> i
+            each.append(replace(self, name=f"{self.name}_{steps}", student_steps=steps, teacher_substeps=self.teacher_substeps << i,
+                                init_from=last, sample_steps=steps, rounds=1))
+            last = f"{self.out}/{each[-1].name}"
+        return each
+
+    def compiles(self):
+        """Whether torch.compile, which takes half a minute, is earned back."""
+        return self.compile and (self.steps >= 500 or self.bench > 0 or self.teacher != "")
 
     def micro_batch(self, processes):
         """Rows that each of them takes at a time."""
@@ -100,7 +121,7 @@ FREE = {"name", "out", "data", "encoder", "prepare", "init_from", "steps", "log_
 FREE |= {name for name in TYPES if name.startswith("sample_")}  # settings that a resumed run may change; of data and encoder the fingerprints count
 MAY_BE_NEGATIVE = {"t_mean", "decode_mean"}
 MAY_BE_ZERO = {"seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cooldown", "cond_length", "cond_drop",
-               "sample_gamma", "sample_gamma_power", "sample_cfg", "bench"}
+               "student_steps", "teacher_substeps", "sample_gamma", "sample_gamma_power", "sample_cfg", "bench"}
 
 
 def configure(argv, doc=""):
@@ -173,6 +194,11 @@ def check(config):
         sys.exit(f"sample_schedule = {config.sample_schedule!r}: must be one of {', '.join(SCHEDULES)}")
     if config.cooldown > 1:
         sys.exit(f"cooldown = {config.cooldown:g}: must be a share of the steps, from 0 to 1")
+    if bool(config.teacher) != (config.student_steps > 0) or bool(config.teacher) != (config.teacher_substeps > 0):
+        sys.exit(f"teacher = {config.teacher!r}, student_steps = {config.student_steps}, teacher_substeps = {config.teacher_substeps}: "
+                 "a distillation needs all three")
+    if config.teacher and config.student_steps % 2 ** (config.rounds - 1):
+        sys.exit(f"student_steps = {config.student_steps}: cannot be halved {config.rounds - 1} times, for rounds = {config.rounds}")
     if 0 < config.bench < 3:
         sys.exit(f"bench = {config.bench}: must be at least 3, for the first two steps compile and fill caches, and are not timed")
     if config.ema >= 1 or config.w_max < config.w_min:

@@ -73,6 +73,21 @@ def compile_blocks(model, device):
     return True
 
 
+def cast_matrices(model, dtype):
+    """Those of a network that is not trained, once for all: autocast would cast them at every pass."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.to(dtype)
+
+
+def ready_to_sample(model, device, positions):
+    """For passes over so many positions in all: the matrices cast, and the blocks compiled where it is minutes of work, which earn that back."""
+    cast_matrices(model, precision(device))
+    work = 2 * positions * sum(param.numel() for param in model.parameters())
+    if work > (5e13 if device.type == "cpu" else 5e16):
+        compile_blocks(model, device)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the console, and files that two processes want
 
@@ -234,13 +249,14 @@ class Clock:
     the first two, which compile and fill caches. Hooks on encoder and network tell the parts that the loop does not.
     """
 
-    def __init__(self, model, encoder, config, step):
-        self.model, self.encoder, self.config, self.device = model, encoder, config, encoder.device
+    def __init__(self, model, data, config, step):
+        self.model, self.encoder, self.config, self.device = model, data.encoder, config, data.encoder.device
         self.first, self.asked, self.parts, self.steps = step + 2, (time.monotonic(), step), None, []
-        encoder.encoder.embed_tokens.register_forward_pre_hook(lambda *_: self.lap("data"))
-        encoder.encoder.final_layer_norm.register_forward_hook(lambda *_: self.lap("encoder"))
-        model.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("gradient"))
-        model.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("no-grad"))
+        self.encoder.encoder.embed_tokens.register_forward_pre_hook(lambda *_: self.lap("data"))
+        self.encoder.encoder.final_layer_norm.register_forward_hook(lambda *_: self.lap("encoder"))
+        for network in filter(None, (model, data.teacher)):
+            network.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("gradient"))
+            network.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("no-grad"))
 
     def now(self):
         if self.device.type != "cpu":
@@ -289,21 +305,22 @@ class Clock:
 def step_work(model, encoder, config):
     """Floating-point operations in the matrix products of one optimiser step of all processes."""
     micro_batches, B = world_size() * config.accum, config.micro_batch(world_size())
-    rows = matrix_work(model, encoder, B, config.length, round(B * config.decode_share), round(B * config.self_cond_share))
+    rows = matrix_work(model, encoder, B, config.length, round(B * config.decode_share), round(B * config.self_cond_share), config.teacher_substeps)
     return micro_batches * rows + sum(newton_schulz_work(param) for param in model.parameters() if param.ndim == 2)
 
 
-def matrix_work(model, encoder, B, L, n_dec, n_sc):
+def matrix_work(model, encoder, B, L, n_dec, n_sc, teacher_substeps=0):
     """
     Floating-point operations in the matrix products of one micro-batch: the encoder's on B rows, the network's on the n_sc that it sees
-    twice, and three times its forward's (a backward is two) on all.
+    twice, and three times its forward's (a backward is two) on all; a teacher's steps on all that denoise.
     """
     sizes, t5, P = model.config, encoder.config, L + PREFIX
 
     trunk = 2 * L * matrix_size(model.in_proj, model.bottleneck) + 2 * P * matrix_size(model.blocks) + 4 * sizes.depth * P**2 * sizes.dim
     denoise, unembed = 2 * L * matrix_size(model.denoise), 2 * L * matrix_size(model.unembed)  # these three for one row
     frozen = B * (2 * L * matrix_size(encoder.encoder.block) + 4 * t5.num_layers * L**2 * t5.num_heads * t5.d_kv)
-    return frozen + n_sc * (trunk + denoise) + 3 * (B * trunk + (B - n_dec) * denoise + n_dec * unembed)
+    no_grad = (n_sc + (B - n_dec) * teacher_substeps) * (trunk + denoise)
+    return frozen + no_grad + 3 * (B * trunk + (B - n_dec) * denoise + n_dec * unembed)
 
 
 def matrix_size(*modules):

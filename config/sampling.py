@@ -2,6 +2,7 @@
 import argparse
 
 PAPER = dict(steps=32, gamma=1.5, gamma_power=0.0, temperature=1.0, schedule="logit-normal", w=3.0, cfg=1.0)  # if neither option nor run says other
+PAPER_PAIRS = PAPER | dict(steps=64, gamma=0.0, w=1.0, cfg=2.0)  # the paper's for text from a condition
 SCHEDULES = ["logit-normal", "quantile", "uniform"]
 RANGES = dict(steps=(1, 10_000), n=(1, 10**7), gamma=(0, 1000), gamma_power=(0, 100), temperature=(0.01, 100), w=(0.01, 100), cfg=(0, 100),
               seed=(0, 2**32), length=(1, 2**20), seeds=(1, 1000), real=(1, 10**7))
@@ -16,6 +17,7 @@ def sampler_parser(doc):
     parser.add_argument("--w", type=float, help="guidance scale, trained on 0.5 to 5 (default: the run's, else 3)")
     parser.add_argument("--cfg", type=float, help="guidance by the condition; 1 is none (default: the run's, else 1)")
     parser.add_argument("--schedule", choices=SCHEDULES, help="of the times (default: the run's, else logit-normal, drawn at random)")
+    parser.add_argument("--preset", choices=["paper"], help="the paper's settings in place of the run's; the options above go before them")
     parser.add_argument("--device", default="auto")
     return parser
 
@@ -62,6 +64,11 @@ def parse(parser, argv):
 
 
 def sampler_settings(args, settings):
-    """Those of PAPER: as args say, else as the run's settings say, else the paper's."""
-    return {k: given if (given := getattr(args, k)) is not None else settings.get(f"sample_{k}", default)
-            for k, default in PAPER.items()}
+    """Those of PAPER: as args say, else as the run's settings say, else the paper's; with --preset paper as args say, else the paper's."""
+    own = {key: settings.get(f"sample_{key}", default) for key, default in PAPER.items()}
+    if args.preset == "paper" and settings.get("cond_length"):
+        own = PAPER_PAIRS
+    elif args.preset == "paper":
+        steps = args.steps or PAPER["steps"]
+        own = PAPER | dict(gamma=2.0 if steps <= 16 else 1.5 if steps <= 32 else 1.0)
+    return {key: given if (given := getattr(args, key)) is not None else default for key, default in own.items()}

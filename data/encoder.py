@@ -153,7 +153,7 @@ def embed_conditions(encoder, conditions, length, settings, rows):
 
 @dataclass
 class Data:
-    """A run's rows, and what turns them into x."""
+    """A run's rows, what turns them into x, and what else stays as it is while it trains."""
     train: Rows
     val: Rows
     tokenizer: object
@@ -161,6 +161,7 @@ class Data:
     x_mean: torch.Tensor        # of its output: a number, or one per channel
     x_std: torch.Tensor
     meta: dict                  # as in meta.json
+    teacher: torch.nn.Module = None  # of a student: the network whose steps it learns to take at once, frozen
 
 
 def load_data(config, device):

@@ -1,0 +1,12 @@
+# Few steps: students of the default run, of 16, 8, 4, 2 and 1 steps, each from the one before; it needs out/docs. Not tuned yet.
+from config.docs import *  # noqa: F403
+
+name = "docs_pd"         # of the runs out/docs_pd_16, ..., out/docs_pd_1
+teacher = "out/docs"
+student_steps = 16       # half of it, and twice the teacher's steps, in each further round
+teacher_substeps = 4
+rounds = 5
+
+steps = 300
+lr = 0.002
+warmup = 30
