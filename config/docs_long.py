@@ -1,4 +1,4 @@
-# docs.py with more time, for a larger network: 5,000 steps took 34 minutes on one core beside other runs.
+# docs.py with more time, for a larger network: 5,000 steps took 47 minutes of one thread beside other runs.
 from config.docs import *  # noqa: F403
 
 name = "docs_long"
