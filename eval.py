@@ -277,7 +277,7 @@ def main(argv=None):
         sys.exit(f"--real {args.real}: {data or source} has {len(val or []) // 2} odd validation rows here (the even ones chose the settings)")
 
     known = known_words(train, tokenizer) if train is not None else None
-    if model:
+    if model and not (args.ar or args.real):
         ready_to_sample(model, device, args.n * args.seeds * settings["length"] * how["steps"])
     results = []
     for seed in range(args.seeds):

@@ -310,12 +310,12 @@ def train(state, data, config, stop):
 def main(argv=None):
     """Trains as the settings in argv say, under torchrun as one of several processes; SystemExit with one line if it cannot go on."""
     config = configure(sys.argv[1:] if argv is None else argv, __doc__)
+    config = replace(config, steps=config.bench or config.steps)
     device = pick_device(config.device, int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    config = replace(config, steps=config.bench or config.steps)
     split_rows(config.micro_batch(world_size()), config)  # too few rows are found out now, not after minutes of preparation
     with StopSignal() as stop:
         data = load_data(config, device)

@@ -10,3 +10,8 @@ rounds = 5
 steps = 300
 lr = 0.002
 warmup = 30
+
+sample_gamma = 1.5       # the paper's for its students: the base's gamma is meant for 32 steps
+sample_gamma_power = 0.0
+sample_temperature = 1.0
+sample_w = 2.5

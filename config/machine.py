@@ -252,11 +252,11 @@ class Clock:
     def __init__(self, model, data, config, step):
         self.model, self.encoder, self.config, self.device = model, data.encoder, config, data.encoder.device
         self.first, self.asked, self.parts, self.steps = step + 2, (time.monotonic(), step), None, []
-        self.encoder.encoder.embed_tokens.register_forward_pre_hook(lambda *_: self.lap("data"))
-        self.encoder.encoder.final_layer_norm.register_forward_hook(lambda *_: self.lap("encoder"))
+        self.hooks = [self.encoder.encoder.embed_tokens.register_forward_pre_hook(lambda *_: self.lap("data")),
+                      self.encoder.encoder.final_layer_norm.register_forward_hook(lambda *_: self.lap("encoder"))]
         for network in filter(None, (model, data.teacher)):
-            network.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("gradient"))
-            network.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("no-grad"))
+            self.hooks += [network.register_forward_pre_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("gradient")),
+                           network.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else self.lap("no-grad"))]
 
     def now(self):
         if self.device.type != "cpu":
@@ -284,7 +284,9 @@ class Clock:
         return (step - before[1]) / (self.asked[0] - before[0])
 
     def report(self):
-        """Prints one line on the median step, beside how fast one large matrix product is here."""
+        """Prints one line on the median step, beside how fast one large matrix product is here; the hooks go, for encoder and teacher may live on."""
+        for hook in self.hooks:
+            hook.remove()
         if not self.steps:
             return
         step = float(np.median([sum(parts.values()) for parts in self.steps]))
