@@ -5,16 +5,18 @@ Text from a trained ELF: noise, Euler steps towards the clean embeddings, one de
     python sample.py --steps 64 --gamma 1 --w 3 --n 8
     python sample.py --ckpt embedded-language-flows/ELF-B-owt-torch --steps 32
     python sample.py --ckpt out/docs_cond --cond "def load_image(path)"    # or a .txt, or a .jsonl
+    python sample.py --trace page.html                # how noise becomes text; without a file, on the terminal
 """
 import functools
+import os
 import sys
 import time
 
 from config import sampling  # before torch: it says how its threads wait
 
 import torch
-from tqdm import tqdm
 
+from assets.trace import Trace
 from checkpoint import load, newest_run
 from config.machine import autocast, pick_device, progress, ready_to_sample, run_program, seeded
 from data.encoder import cut_conditions, embed_conditions, load_encoder, load_tokenizer, to_text
@@ -135,15 +137,11 @@ def sample_texts(model, settings, tokenizer, n=4, length=None, conditions=None, 
 # ---------------------------------------------------------------------------------------------------------------------
 # the program
 
-def print_step(model, tokenizer, w, n_cond, t, x_pred):
-    """What x_pred (B, L, E) of the first row decodes to (Fig. 17)."""
-    tqdm.write(f"t = {t:.3f}  {to_text(tokenizer, decode(model, x_pred[:1], w)[0], n_cond)}")
-
-
 def main(argv=None):
     args = sampling.sample_arguments(argv, __doc__)
-    if args.out is not None:
-        refuse_to_overwrite("--out", args.out, args.force)
+    for option in ("out", "trace"):
+        if path := getattr(args, option):
+            refuse_to_overwrite(f"--{option}", path, args.force)
     ckpt, device = args.ckpt or newest_run(), pick_device(args.device)
     model, settings = load(ckpt, device)
     tokenizer = load_tokenizer(settings["encoder"], settings.get("tokenizer"))
@@ -163,19 +161,22 @@ def main(argv=None):
                      encoder=load_encoder(settings["encoder"], device, settings.get("encoder_weights")))
     ready_to_sample(model, device, len(records) * length * used["steps"])
     print(f"{ckpt}: {len(records)} samples of {length} tokens, {used}", file=sys.stderr)
-    n_cond = len(given["conditions"][0]) if given else 0
-    trace = functools.partial(print_step, model, tokenizer, used["w"], n_cond) if args.trace else None
+    n_cond = list(map(len, given["conditions"])) if given else [0] * len(records)
+    trace = Trace(model, tokenizer, used["w"], n_cond, args.trace) if args.trace is not None else None
     start = time.time()
-    texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, quiet=False, on_step=trace, keep_part=True)
+    texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, quiet=args.trace == "" and sys.stdout.isatty(), on_step=trace, keep_part=True)
     seconds = time.time() - start
     print(f"{len(texts) * length / seconds:,.0f} tokens/s, {1000 * seconds / used['steps']:.1f} ms a step", file=sys.stderr)
     if len(texts) < len(records):
         print(f"interrupted: these are the first {len(texts)} samples of {len(records)}", file=sys.stderr)
     if args.out is None:
-        return print("\n".join(texts))
-    about = dict(ckpt=ckpt, data=settings.get("data"), encoder=settings["encoder"], tokenizer=settings.get("tokenizer"), length=length,
-                 run_length=settings["length"], cond_length=settings.get("cond_length", 0), **used)
-    write_jsonl(args.out, [dict(text=text, index=i, **record, **about) for i, (text, record) in enumerate(zip(texts, records))])
+        print("\n".join(texts))
+    else:
+        about = dict(ckpt=ckpt, data=settings.get("data"), encoder=settings["encoder"], tokenizer=settings.get("tokenizer"), length=length,
+                     run_length=settings["length"], cond_length=settings.get("cond_length", 0), **used)
+        write_jsonl(args.out, [dict(text=text, index=i, **record, **about) for i, (text, record) in enumerate(zip(texts, records))])
+    if args.trace:
+        trace.write(f"{os.path.basename(ckpt)}: " + ", ".join(f"{name} {value}" for name, value in used.items()))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from html.parser import HTMLParser
 from pathlib import Path
 
 import config  # noqa: F401  before torch: it says how its threads wait
@@ -29,6 +30,7 @@ import data.scratch
 import data.texts
 import eval as evaluate
 import train
+from assets.trace import Trace
 from checkpoint import load
 from config import Config, config_files, configure, sampling
 from config.machine import StopSignal, compile_blocks, matrix_work, newton_schulz_work, seeded
@@ -928,6 +930,57 @@ def test_sample_program(run, tmp_path, capsys):
     for path, says in ((out, "--force"), (tmp_path / "no" / "x.jsonl", "cannot be written")):
         with pytest.raises(SystemExit, match=says):
             sample_main(["--ckpt", str(run), "--out", str(path)])
+
+
+def test_a_trace_as_a_page(run, tmp_path, capsys):
+    """It is one well-formed file that needs no other, holds every step of the first samples, and ends with the texts that are printed."""
+    page = tmp_path / "page.html"
+    sample_main(["--ckpt", str(run), "--n", "8", "--steps", "5", "--trace", str(page)])
+    printed = capsys.readouterr().out.splitlines()
+    html = page.read_text(encoding="utf-8")
+    trace = json.loads(re.search(r"const trace = (.*);\n", html)[1])
+    assert [len(step["rows"]) for step in trace["steps"]] == [6] * 5 and "steps 5" in trace["about"] and trace["given"] == [0] * 6
+    assert ["".join(token for token, _ in row).strip() for row in trace["steps"][-1]["rows"]] == [text.strip() for text in printed[:6]]
+    assert all(0 <= sure <= 1 for step in trace["steps"] for row in step["rows"] for _, sure in row)
+    assert all(0 <= step["t"] < 1 for step in trace["steps"])
+
+    class Tags(HTMLParser):
+        opened = []
+
+        def handle_starttag(self, tag, attributes):
+            assert not {name for name, _ in attributes} & {"src", "href"}
+            self.opened += [tag] * (tag not in ("meta", "input", "p"))
+
+        def handle_endtag(self, tag):
+            assert self.opened.pop() == tag
+    Tags().feed(html)
+    assert Tags.opened == [] and "http" not in html
+    with pytest.raises(SystemExit, match="--trace .*exists already"):
+        sample_main(["--ckpt", str(run), "--trace", str(page)])
+
+
+def test_a_trace_escapes_what_a_page_would_obey_and_marks_what_changed(tmp_path, capsys, monkeypatch):
+    class Tokenizer:
+        def convert_ids_to_tokens(self, ids):
+            return [["</s>", "\u2581</script>", "\u2581a"][i - 1] for i in ids]
+
+    def network(ids):  # sure of them by half and half
+        logits = torch.full((1, 3, 4), -9.0).scatter(2, torch.tensor(ids)[None, :, None], 9.0)
+        return lambda *_, n_decode: (None, logits)
+    trace = Trace(network([3, 2, 1]), Tokenizer(), 3.0, [0], str(tmp_path / "page.html"))
+    trace(torch.tensor(0.0), torch.zeros(1, 3, 2))
+    assert trace.steps == [dict(t=0.0, rows=[[[" a", 1.0], [" </script>", 1.0]]])]
+    trace.write("a </script> here")
+    assert (tmp_path / "page.html").read_text().count("</script>") == 1
+
+    trace = Trace(network([3, 3, 1]), Tokenizer(), 3.0, [1], None)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    trace(torch.tensor(0.0), torch.zeros(1, 3, 2))
+    trace.model = network([3, 2, 3])
+    trace(torch.tensor(0.5), torch.zeros(1, 3, 2))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "t = 0.000 \x1b[4m a\x1b[0m"                                            # the condition, one token, is not shown
+    assert second == "\x1b[1F\x1b[Jt = 0.500 \x1b[4m </script>\x1b[0m\x1b[4m a\x1b[0m"
 
 
 def test_the_papers_settings_are_a_flag_away():

@@ -31,7 +31,8 @@ def sample_arguments(argv, doc):
     parser.add_argument("--cond", help="condition: a text, a .txt file of one a line, or a .jsonl file of `input` (and `output`)")
     parser.add_argument("--out", help="write the samples to this .jsonl file instead of the terminal")
     parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
-    parser.add_argument("--trace", action="store_true", help="print what x_pred of the first sample decodes to at every step (Fig. 17)")
+    parser.add_argument("--trace", nargs="?", const="", metavar="OUT.html",
+                        help="show what x_pred of the first sample decodes to at every step (Fig. 17), or write a page on several")
     return parse(parser, argv)
 
 

@@ -119,7 +119,11 @@ def refuse_to_overwrite(option, path, force):
 
 def write_jsonl(path, found):
     """All records into path, or none, and then onto the terminal."""
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in found)
+    write_whole(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in found))
+
+
+def write_whole(path, text):
+    """The text into path, or nothing, and then onto the terminal."""
     try:
         with open(f"{path}.tmp", "w", encoding="utf-8") as f:
             f.write(text)
@@ -128,4 +132,4 @@ def write_jsonl(path, found):
         with contextlib.suppress(OSError):
             os.unlink(f"{path}.tmp")
         print(text, end="")
-        sys.exit(f"{path}: cannot be written ({e.strerror}); the samples are above")
+        sys.exit(f"{path}: cannot be written ({e.strerror}); what it would hold is above")
