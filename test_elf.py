@@ -1480,6 +1480,13 @@ def test_openwebtext(docs, spell, tmp_path):
     assert sorted(sides["train"] + sides["val"]) == sorted(map(spell, texts[:100]))
 
 
+def test_tinystories(docs, spell, tmp_path):
+    stories = {side: [f"{side} {i}: the file" for i in range(n)] for side, n in (("train", 30), ("validation", 5))}
+    repo = parquet(tmp_path / "repo", **{side: [dict(text=text) for text in texts] for side, texts in stories.items()})
+    meta, sides = prepare_hub("tinystories", docs, tmp_path / "out", "--repo", repo)
+    assert sides == dict(train=list(map(spell, stories["train"])), val=list(map(spell, stories["validation"]))) and not meta["pairs"]
+
+
 def test_pretokenized(docs, tmp_path):
     rows = np.random.default_rng(0).integers(0, 20, (90, 12)).tolist()
     repo = parquet(tmp_path / "repo", train=[dict(input_ids=r, attention_mask=[1] * 12) for r in rows])
@@ -1508,7 +1515,8 @@ def test_paired_datasets(name, row, docs, spell, tmp_path):
 @pytest.mark.parametrize("name, row, repo, where", [
     ("openwebtext", dict(text="the file"), "Skylion007/openwebtext", dict(revision="refs/convert/parquet")),
     ("wmt14_de_en", dict(translation=dict(de="the file", en="a list")), "wmt/wmt14", dict(name="de-en")),
-    ("xsum", dict(document="the file", summary="a list"), "EdinburghNLP/xsum", dict(revision="refs/convert/parquet"))])
+    ("xsum", dict(document="the file", summary="a list"), "EdinburghNLP/xsum", dict(revision="refs/convert/parquet")),
+    ("tinystories", dict(text="the file"), "roneneldan/TinyStories", {})])
 def test_the_hub_is_asked_for_parquet(name, row, repo, where, docs, tmp_path, monkeypatch):
     """A whole dataset is downloaded, not streamed, from the revision that holds Parquet; the hub is a folder here."""
     folder = parquet(tmp_path / "repo", train=[row] * 4, validation=[row])

@@ -42,8 +42,8 @@ from data.scratch import RECIPE, to_rows, train_encoder, train_scorer, word_toke
 PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "tqdm", "tiktoken",  # and what these bring along:
             "sympy", "networkx", "setuptools", "jinja2", "fsspec", "mpmath"]
 LENGTH = 12            # tokens a row, </s> included; longer sentences are dropped, not cut
-COMMON = 10            # a sentence is kept if all of its tokens occur so often
-VAL_SHARE = 0.07
+COMMON = 30            # a sentence is kept if all of its tokens occur so often
+VAL_SHARE = 0.14       # for 500 rows to choose settings by and 500 to report
 MIN_SENTENCES = 1000
 SCORER_STEPS = 2600
 
