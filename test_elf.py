@@ -983,6 +983,27 @@ def test_a_trace_escapes_what_a_page_would_obey_and_marks_what_changed(tmp_path,
     assert second == "\x1b[1F\x1b[Jt = 0.500 \x1b[4m </script>\x1b[0m\x1b[4m a\x1b[0m"
 
 
+def test_few_steps_compares_every_sampler_at_every_number_of_steps(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    few_steps = importlib.import_module("assets.few_steps")
+    asked = []
+
+    def main(argv):
+        args = sampling.eval_arguments(argv, "")
+        asked.append((args.ckpt, args.steps, args.gamma, args.preset, args.ar))
+        assert args.n == 8 and args.seeds == 3
+        Path(args.results).write_text(json.dumps(dict(tokens_per_s=1000 / (args.steps or 1), gen_ppl=30.0, real_gen_ppl=20.0, entropy=2.0)))
+    monkeypatch.setattr(few_steps.eval, "main", main)
+    monkeypatch.setattr(few_steps, "HERE", tmp_path)
+    few_steps.main(["--n", "8"])
+    assert asked[:7] == [("out/docs", steps, 0.0, "paper", False) for steps in (64, 32, 16, 8, 4, 2, 1)]
+    assert [gamma for _, _, gamma, _, _ in asked[14:21]] == [72.0, 36.0, 18.0, 9.0, 4.5, 2.25, 1.125]
+    assert asked[21:] == [(f"out/docs_pd_{steps}", steps, None, None, False) for steps in (16, 8, 4, 2, 1)] + [("out/docs", None, None, None, True)]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert table[2] == ["ODE", "64", "16", "30.0", "2.000", "", "", ""] and table[-1][:4] == ["real rows", "", "", "20.0"] and len(table) == 2 + 28
+    assert "<svg" in (tmp_path / "few_steps.svg").read_text()
+
+
 def test_the_papers_settings_are_a_flag_away():
     run = dict(sample_steps=16, sample_gamma=30.0, sample_temperature=1.7, sample_w=2.0, cond_length=0)
 
