@@ -164,7 +164,8 @@ def main(argv=None):
     n_cond = list(map(len, given["conditions"])) if given else [0] * len(records)
     trace = Trace(model, tokenizer, used["w"], n_cond, args.trace) if args.trace is not None else None
     start = time.time()
-    texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, quiet=args.trace == "" and sys.stdout.isatty(), on_step=trace, keep_part=True)
+    quiet = args.trace == "" and sys.stdout.isatty()  # the trace has the terminal to itself
+    texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, quiet=quiet, on_step=trace, keep_part=True)
     seconds = time.time() - start
     print(f"{len(texts) * length / seconds:,.0f} tokens/s, {1000 * seconds / used['steps']:.1f} ms a step", file=sys.stderr)
     if len(texts) < len(records):
