@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from config.machine import autocast, progress
+from config.machine import autocast, precision, progress
 from data import EOS
 from data.encoder import one_line, to_ids
+from train import Muon
 
 PAD, UNK, MASK = 0, 2, 3  # and EOS, 1
 RECIPE = dict(width=64, layers=4, heads=4, steps=1800, batch_size=128)  # of an encoder that learns in minutes on 2 cores
@@ -99,7 +100,7 @@ def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, 
     head, noisy_head = torch.nn.Linear(width, vocab_size), torch.nn.Linear(width, vocab_size)
     matrices = [p for n, p in encoder.named_parameters() if n.startswith("encoder.block") and p.ndim == 2 and "bias" not in n]
     rest = [p for module in (encoder, head, noisy_head) for p in module.parameters() if all(p is not m for m in matrices)]
-    opts = [torch.optim.Muon(matrices, muon_lr, weight_decay=0.0), torch.optim.Adam(rest, lr=lr, fused=True)]
+    opts = [Muon(matrices, muon_lr, dtype=precision(torch.device("cpu"))), torch.optim.Adam(rest, lr=lr, fused=True)]
     schedules = [torch.optim.lr_scheduler.LambdaLR(opt, lambda s: min(1, (s + 1) / 200, (steps - s) / (0.3 * steps))) for opt in opts]
     masks = max(1, int(mask_share * (rows != EOS).float().mean() * batch_size * rows.shape[1]))  # the same number every step
     order = torch.empty(0, dtype=torch.long)
