@@ -4,6 +4,7 @@ What a run leaves on disk, and what comes back from there.
     out/<name>/ckpt_<step>.pt   the newest few checkpoints, each whole or not there
     out/<name>/best.pt          the best by validation
     out/<name>/log.jsonl        one line now and then, without repeats
+    out/<name>/t5/              a copy of the encoder and tokenizer, if they are a folder: a run is whole wherever it is taken
     out/<name>.lock             held by the process that trains there, while it does
 
 `load` also reads weights in the reference's format, from a file or the Hugging Face hub.
@@ -81,7 +82,7 @@ def find_checkpoints(source):
         sys.exit(f"{source}: no such file, run folder or Hugging Face repo id (like embedded-language-flows/ELF-B-owt-torch)")
     from huggingface_hub import snapshot_download
     try:
-        return find_checkpoints(snapshot_download(str(source), allow_patterns=["checkpoint_*", "ckpt*.pt"]))
+        return find_checkpoints(snapshot_download(str(source), allow_patterns=["checkpoint_*", "ckpt*.pt", "t5/*.json", "t5/*.safetensors", "t5/*.model"]))
     except Exception as e:  # the hub's errors share no base class across its versions
         sys.exit(f"{source}: not a local path, and not fetched from the Hugging Face hub ({type(e).__name__}); "
                  "check the name and the network")
@@ -129,6 +130,8 @@ def load(source, device="cpu"):
             raise ValueError("its tensors are larger than the file")
         if ours:
             elf_config, settings = ELFConfig(**content["elf_config"]), content["settings"]
+            if (file.parent / "t5").is_dir():
+                settings["encoder"] = str(file.parent / "t5")
         else:
             elf_config, state = from_reference(state)
             task = [changes for name, changes in REFERENCE_TASKS.items() if name in str(source)]
@@ -239,7 +242,8 @@ def save(state, keep, better):
 
 def new_network(config, data):
     torch.manual_seed(config.seed)
-    model = ELF(ELFConfig(config.depth, config.dim, config.heads, data.encoder.config.d_model, len(data.tokenizer), config.bottleneck))
+    model = ELF(ELFConfig(config.depth, config.dim, config.heads, data.encoder.config.d_model, len(data.tokenizer), config.bottleneck,
+                          config.predict))
     model.recompute = config.recompute
     return model.to(data.encoder.device)
 
@@ -259,10 +263,24 @@ def begin(config, data, folder, make_optimizers):
             move_aside(folder)
         barrier()
         resume(state, config)
+        if rank() == 0:
+            keep_encoder(ROOT / config.encoder, folder / "t5")
     size, on = sum(param.numel() for param in model.parameters()), f", from step {state.step} on" * (0 < state.step < config.steps)
     print0(f"{size:,} parameters, {len(data.train):,} training rows of {config.length} ({data.meta['fingerprint']}), {config.steps} steps of "
            f"{config.batch_size} rows, {device.type}{on}")
     return state
+
+
+def keep_encoder(source, copy_to):
+    """Copies an encoder's folder, if it is one, whole or not at all; SystemExit if it cannot."""
+    if source.is_dir() and not copy_to.exists():
+        aside = copy_to.with_name("t5.tmp")
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            shutil.copytree(source, aside)
+            os.rename(aside, copy_to)
+        except OSError as e:
+            sys.exit(f"{copy_to}: not written ({' '.join(str(e).split())[:100]}); free some disk space, or choose another --out")
 
 
 def resume(state, config):

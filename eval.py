@@ -255,6 +255,7 @@ def scorer_name(given, data):
 
 
 def main(argv=None):
+    """Scores as the options in argv say, and returns what it appends to the results; SystemExit with one line if it cannot."""
     args = sampling.eval_arguments(argv, __doc__)
     try:
         results_file = open(args.results, "a")
@@ -309,11 +310,13 @@ def main(argv=None):
     print("  ".join(f"{k}={v}" for k, v in what.items()))
     means = print_table(results, beside)
     summary = {f"real_{key}": beside[key] for key in ("gen_ppl", "entropy", "distinct1", "invented", "taken_up") if key in beside} | means
+    record = what | summary | dict(seeds=len(results))
     try:
         with results_file:
-            results_file.write(json.dumps(what | summary | dict(seeds=len(results))) + "\n")
+            results_file.write(json.dumps(record) + "\n")
     except OSError as e:
         sys.exit(f"--results {args.results}: not written ({e.strerror}); the table above is all there is")
+    return record
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class ELFConfig:
     embed_dim: int = 512     # E, the width of the frozen encoder
     vocab_size: int = 32100  # V
     bottleneck: int = 128
+    predict: str = "x"       # what the network's output stands for: x, v or eps
 
 
 def velocity(x, z, t):
@@ -39,6 +40,15 @@ def velocity(x, z, t):
     t         of a shape that broadcasts to it, in [0, 1]; 1 - t counts as at least 0.05, so that v stays finite
     """
     return (x - z) / (1 - t).clamp(min=0.05)
+
+
+def as_x(y, z, t, predict):
+    """x_pred (B, L, E) from the network's output y at z, t (B, 1, 1): from x itself, as in ELF, or from v or the scaled noise s eps."""
+    if predict == "v":
+        return z + (1 - t) * y
+    if predict == "eps":
+        return (z - (1 - t) * y) / t.clamp(min=0.05)
+    return y
 
 
 class RMSNorm(nn.Module):
@@ -172,4 +182,5 @@ class ELF(nn.Module):
             else:
                 h = block(h, cos, sin)
         h = h[:, PREFIX:]
-        return self.denoise(h[n_decode:]), self.unembed(h[:n_decode])
+        x_pred = as_x(self.denoise(h[n_decode:]), z[n_decode:], t[n_decode:, None, None], self.config.predict)
+        return x_pred, self.unembed(h[:n_decode])

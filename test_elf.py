@@ -37,7 +37,7 @@ from config.machine import StopSignal, compile_blocks, matrix_work, newton_schul
 from data.docs import prepare
 from data.encoder import condition_mask, embed, embed_conditions, load_encoder, load_tokenizer, to_ids, to_text
 from data.rows import open_data
-from model import ELF, PREFIX, ELFConfig, rotary_table, rotate, velocity
+from model import ELF, PREFIX, ELFConfig, as_x, rotary_table, rotate, velocity
 from sample import decode, flow, sample, time_grid
 from sample import main as sample_main
 
@@ -451,6 +451,42 @@ def run(docs, tmp_path_factory):
     return folder
 
 
+ABLATIONS = sorted(file.stem for file in (ROOT / "config/ablations").glob("*.py") if file.stem not in ("run", "encoders"))
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_each_ablation_builds_and_takes_two_steps(name, docs, tmp_path):
+    config, base = (configure([f"config/ablations/{of}.py"]) for of in (name, "base"))
+    changed = {key for key, value in vars(config).items() if value != getattr(base, key)} - {"name"}
+    assert config.name == name and (name == "base" or 1 <= len(changed) <= 2), changed
+    mine = [f"--{key}={getattr(config, key)}" for key in changed if key not in ("data", "encoder", "dim", "heads", "bottleneck")]
+    train.main(small(docs[0], tmp_path / name, "--steps=2", *mine))
+    assert newest(tmp_path / name)["step"] == 2 and load(tmp_path / name)[0].config.predict == config.predict
+
+
+def test_other_embeddings_for_the_ablations(docs, tmp_path, monkeypatch):
+    """Tables of no layers, and a half-trained encoder, as data folders that train.py takes."""
+    encoders = importlib.import_module("config.ablations.encoders")
+    monkeypatch.setattr(encoders, "RECIPE", dict(width=16, layers=1, heads=2, steps=8, batch_size=8))
+    encoders.main(docs[0], tmp_path)
+    learned = load_encoder(docs[0] / "t5").shared.weight
+    for name in ("table", "gaussian", "half"):
+        folder = tmp_path / name
+        assert (folder / "train.bin").read_bytes() == (docs[0] / "train.bin").read_bytes() and (folder / "val.bin").stat().st_size > 0
+        encoder, ids = load_encoder(folder / "t5"), torch.arange(10)[None]
+        alone, among = (encoder(input_ids=i).last_hidden_state[0, 0] for i in (ids[:, :1], ids))
+        assert torch.allclose(alone, among, atol=1e-6) == (name != "half") and torch.equal(encoder.shared.weight, learned) == (name == "table")
+        train.main(small(folder, tmp_path / "runs" / name, "--steps=2"))
+
+
+@pytest.mark.parametrize("predict", ["x", "v", "eps"])
+def test_whatever_it_predicts_the_network_returns_x(predict):
+    """A network that is right about v or the noise is right about x: z = t x + (1 - t) e, v = x - e."""
+    x, e, t = torch.randn(2, 5, 4, generator=seeded(0)), torch.randn(2, 5, 4, generator=seeded(1)), torch.tensor([0.3, 0.9])[:, None, None]
+    z = t * x + (1 - t) * e
+    assert torch.allclose(as_x(dict(x=x, v=x - e, eps=e)[predict], z, t, predict), x, atol=1e-5)
+
+
 def records(run):
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
@@ -471,11 +507,11 @@ def test_interrupted_run_ends_as_an_uninterrupted_one(run, docs, tmp_path):
     train.main(small(docs[0], tmp_path / "run", "--steps=20"))
     train.main(small(docs[0], tmp_path / "run", "--steps=40"))
     assert same(newest(run), newest(tmp_path / "run"))
-    before = {f: f.read_bytes() for f in run.iterdir()}
+    before = {f: f.read_bytes() for f in run.glob("*.*")}
     with pytest.raises(SystemExit, match="other settings.*lr"):
         train.main(small(docs[0], run, "--steps=50", "--lr=0.1"))
     train.main(small(docs[0], run, "--steps=40"))
-    assert before == {f: f.read_bytes() for f in run.iterdir()}
+    assert before == {f: f.read_bytes() for f in run.glob("*.*")}
 
 
 def test_a_run_that_blows_up_keeps_its_checkpoint(docs, tmp_path):
@@ -686,7 +722,7 @@ def test_killed_twenty_times(docs, tmp_path):
     killed, whole = (tmp_path / name for name in ("killed", "whole"))
     assert same(newest(killed), newest(whole)) and same(*(torch.load(r / "best.pt", weights_only=True) for r in (killed, whole)))
     assert sorted(f.name for f in killed.iterdir()) == sorted(f.name for f in whole.iterdir()) == [
-        "best.pt", "ckpt_00000078.pt", "ckpt_00000080.pt", "log.jsonl"]
+        "best.pt", "ckpt_00000078.pt", "ckpt_00000080.pt", "log.jsonl", "t5"]
     a, b = ([{k: v for k, v in r.items() if k != "tokens_per_s"} for r in records(r)] for r in (killed, whole))
     assert a == b and [r["step"] for r in a] == list(range(1, 81))
 
@@ -992,7 +1028,7 @@ def test_few_steps_compares_every_sampler_at_every_number_of_steps(monkeypatch, 
         args = sampling.eval_arguments(argv, "")
         asked.append((args.ckpt, args.steps, args.gamma, args.preset, args.ar))
         assert args.n == 8 and args.seeds == 3
-        Path(args.results).write_text(json.dumps(dict(tokens_per_s=1000 / (args.steps or 1), gen_ppl=30.0, real_gen_ppl=20.0, entropy=2.0)))
+        return dict(tokens_per_s=1000 / (args.steps or 1), gen_ppl=30.0, real_gen_ppl=20.0, entropy=2.0)
     monkeypatch.setattr(few_steps.eval, "main", main)
     monkeypatch.setattr(few_steps, "HERE", tmp_path)
     few_steps.main(["--n", "8"])
@@ -1038,6 +1074,8 @@ def test_the_papers_settings_are_a_flag_away():
     (["--decode_share=0.9"], "decode_share"),
     (["--cooldown=2"], "cooldown = 2: must be a share of the steps"),
     (["--sample_schedule=cosine"], "sample_schedule = 'cosine': must be one of logit-normal, quantile, uniform"),
+    (["--predict=z"], "predict = 'z': must be one of x, v, eps"),
+    (["--optimizer=sgd"], "optimizer = 'sgd': must be one of muon, adamw"),
     (["--name=../escaped"], "name = '../escaped': must be a plain folder name"),
     (["--t_mean=nan"], "t_mean = nan: must be greater than -100"),
     (["--seed=-1"], "seed = -1: must be at least 0"),
@@ -1145,6 +1183,27 @@ def test_hub_repo(tmp_path, monkeypatch, golden):
         load("embedded-language-flows/ELF-B-owt-torch")
 
 
+def test_a_run_uploaded_as_it_is_loads_by_its_repo_id(run, docs, tmp_path, monkeypatch, capsys):
+    """The hub is a folder here; of what lies beside a run, its data, nothing is there, and another encoder stands in its place."""
+    import huggingface_hub
+    from fnmatch import fnmatch
+    name = load(run)[1]["encoder"]
+    assert name == str(run / "t5")
+
+    def download(repo, allow_patterns):
+        for file in run.rglob("*"):
+            if file.is_file() and any(fnmatch(file.relative_to(run), pattern) for pattern in allow_patterns):
+                (tmp_path / repo / file.relative_to(run)).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, tmp_path / repo / file.relative_to(run))
+        return str(tmp_path / repo)
+    sample_main(["--ckpt", str(run), "--steps", "2", "--n", "2"])
+    here = capsys.readouterr().out
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("data.encoder.ROOT", tmp_path / "elsewhere")
+    sample_main(["--ckpt", "me/elf-docs", "--steps", "2", "--n", "2"])
+    assert capsys.readouterr().out == here and here.count("\n") == 2
+
+
 @pytest.mark.parametrize("argv, says", [(["--steps", "0"], "--steps 0"), (["--w", "-1"], "--w -1"), (["--gamma", "x"], "gamma"),
                                         (["--schedule", "cosine"], "cosine"), (["--ckpt", "nowhere.pt"], "nowhere.pt: no such file")])
 def test_sample_errors(argv, says, capsys):
@@ -1162,11 +1221,12 @@ def test_no_run_yet(monkeypatch, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # the README
 
-def test_readme_points_at_the_right_lines():
+@pytest.mark.parametrize("page, up", [("README.md", ""), ("assets/lesson.md", "../")])
+def test_pages_point_at_the_right_lines(page, up):
     """Beside each link file.py#Lnn stands code of that line."""
-    text = (ROOT / "README.md").read_text()
-    rows = re.findall(r"\[([\w/]+\.py):(\d+)\]\(\1#L\2\) `([^`]+)`", text)
-    assert len(rows) == text.count("#L") >= 25
+    text = (ROOT / page).read_text()
+    rows = re.findall(rf"\[([\w/]+\.py):(\d+)\]\({up}\1#L\2\) `([^`]+)`", text)
+    assert len(rows) == text.count("#L") >= 14
     for file, line, code in rows:
         assert code in (ROOT / file).read_text().splitlines()[int(line) - 1], (file, line, code)
 

@@ -225,7 +225,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers(model, config):
-    """Muon on every 2-D weight, the unembedding included; Adam on biases, norms and control tokens."""
+    """Muon on every 2-D weight, the unembedding included; Adam on biases, norms and control tokens. Or, to compare, AdamW on all."""
+    if config.optimizer == "adamw":
+        return [torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)]
     matrices = [param for param in model.parameters() if param.ndim == 2]
     rest = [param for param in model.parameters() if param.ndim != 2]
     return [Muon(matrices, config.lr, dtype=precision(matrices[0].device, config.bf16)), torch.optim.Adam(rest, lr=config.lr, fused=True)]

@@ -34,6 +34,7 @@ class Config:
     dim: int = 768
     heads: int = 12
     bottleneck: int = 128
+    predict: str = "x"             # what the network's output stands for: x, v or eps
     # the method (Tab. 4)
     decode_share: float = 0.2      # of the rows: decode
     self_cond_share: float = 0.4   # of the rows: denoise with self-condition and guidance; the rest: plain denoise
@@ -63,6 +64,7 @@ class Config:
     steps: int = 95_000
     batch_size: int = 512          # rows a step, over all processes
     accum: int = 1                 # micro-batches a step in each process
+    optimizer: str = "muon"        # on the matrices, beside Adam; or adamw, on all weights
     lr: float = 0.002              # 0.001 x batch_size / 256
     warmup: int = 9_500            # steps
     cooldown: float = 0.0          # share of the steps: the last of them, over which the rate falls to 0
@@ -190,8 +192,9 @@ def check(config):
         sys.exit(f"name = {config.name!r}: must be a plain folder name of letters, digits, '.', '_' and '-'")
     if config.decode_share + config.self_cond_share >= 1:
         sys.exit(f"decode_share + self_cond_share = {config.decode_share + config.self_cond_share:g}: must leave room for plain rows, below 1")
-    if config.sample_schedule not in SCHEDULES:
-        sys.exit(f"sample_schedule = {config.sample_schedule!r}: must be one of {', '.join(SCHEDULES)}")
+    for key, names in dict(predict=["x", "v", "eps"], optimizer=["muon", "adamw"], sample_schedule=SCHEDULES).items():
+        if getattr(config, key) not in names:
+            sys.exit(f"{key} = {getattr(config, key)!r}: must be one of {', '.join(names)}")
     if config.cooldown > 1:
         sys.exit(f"cooldown = {config.cooldown:g}: must be a share of the steps, from 0 to 1")
     if bool(config.teacher) != (config.student_steps > 0) or bool(config.teacher) != (config.teacher_substeps > 0):

@@ -13,7 +13,7 @@ bottleneck = 64
 noise_scale = 0.7
 decode_noise = 1.0
 
-steps = 1400
+steps = 1200
 batch_size = 64
 lr = 0.008
 warmup = 60
@@ -27,6 +27,6 @@ sample_schedule = "quantile"
 sample_w = 3.0
 sample_cfg = 2.0
 
-val_interval = 700
-sample_interval = 700
-save_interval = 700
+val_interval = 600
+sample_interval = 600
+save_interval = 600

@@ -1,0 +1,69 @@
+"""
+The ablations of this folder: trains each at equal compute, scores it, and prints the table of README.md.
+
+    python config/ablations/run.py                      # all of them: two hours on 2 CPU cores
+    python config/ablations/run.py predict_v adamw      # some; `samplers` are those that need no training but the base's
+
+Runs lie in out/ablations, where each goes on as any run does; figures are collected in out/ablations/results.jsonl, and the table has all
+that are there.
+"""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).absolute().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+import eval  # noqa: E402
+from config.machine import run_program  # noqa: E402
+
+OUT = ROOT / "out" / "ablations"
+SAMPLER = ["--preset", "paper", "--schedule", "quantile"]  # for all that are trained: SDE, 32 steps, gamma 1.5, w 3
+TRAINED = {file.stem: [[]] for file in sorted(HERE.glob("*.py")) if file.stem not in ("run", "encoders")}
+TRAINED["base"] = [[], ["--seed=1"], ["--seed=2"], ["--lr=0.004"], ["--lr=0.016"]]
+TRAINED["adamw"] = [[], ["--lr=0.001"], ["--lr=0.004"]]
+SAMPLED = [["--w", w] for w in "1235"] + [["--gamma", gamma] for gamma in ("0", "0.75", "3", "6")]
+SAMPLED += [["--steps", steps, "--gamma", gamma] for steps in ("8", "16", "64") for gamma in ("0", "2" if steps != "64" else "1")]
+SAMPLED += [["--schedule", schedule] for schedule in ("logit-normal", "uniform")]
+COLUMNS = dict(val_mse="{:.3f}", val_ce="{:.3f}", gen_ppl="{:.1f}", entropy="{:.3f}", distinct1="{:.3f}", invented="{:.3f}")
+
+
+def train(name, options):
+    """A run of one config of this folder with these options, its name made of both; returns it, and its last validation losses."""
+    run = "".join([name] + [option.replace("--", "_").replace("=", "_") for option in options])
+    command = [sys.executable, "train.py", f"config/ablations/{name}.py", *options, f"--name={run}"]
+    if code := subprocess.run(command, cwd=ROOT).returncode:
+        sys.exit(f"{' '.join(command[1:])}: ended with {code}")
+    log = [json.loads(line) for line in (OUT / run / "log.jsonl").read_text().splitlines()]
+    return run, next({key: entry[key] for key in ("val_mse", "val_ce")} for entry in reversed(log) if "val_mse" in entry)
+
+
+def keep(trial, figures):
+    with open(OUT / "results.jsonl", "a") as f:
+        f.write(json.dumps(dict(trial=trial) | figures) + "\n")
+
+
+def print_table():
+    print("| trial | " + " | ".join(COLUMNS) + " |\n" + "|---" * (1 + len(COLUMNS)) + "|")
+    rows = {row["trial"]: row for row in map(json.loads, (OUT / "results.jsonl").read_text().splitlines())}  # the last of each
+    for trial, row in sorted(rows.items()):
+        print("", trial, *(form.format(row[key]) if key in row else "" for key, form in COLUMNS.items()), "", sep=" | ")
+
+
+def main(argv=None):
+    asked = (sys.argv[1:] if argv is None else argv) or ["base", *TRAINED, "samplers"]
+    if unknown := [name for name in asked if name not in TRAINED and name != "samplers"]:
+        sys.exit(f"{unknown[0]}: no such ablation; there are: samplers, {', '.join(TRAINED)}")
+    for name in dict.fromkeys(asked):
+        for options in TRAINED.get(name, []):
+            run, losses = train(name, options)
+            keep(run, eval.main(["--ckpt", f"out/ablations/{run}", "--n", "464", "--seeds", "3", *SAMPLER]) | losses)
+        for options in SAMPLED if name == "samplers" else []:
+            figures = eval.main(["--ckpt", "out/ablations/base", "--n", "464", "--seeds", "3", *SAMPLER, *options])
+            keep("base, sampled with " + " ".join(options), figures)
+    print_table()
+
+
+if __name__ == "__main__":
+    run_program(main)
