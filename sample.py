@@ -5,6 +5,7 @@ Text from a trained ELF: noise, Euler steps towards the clean embeddings, one de
     python sample.py --steps 64 --gamma 1 --w 3 --n 8
     python sample.py --ckpt embedded-language-flows/ELF-B-owt-torch --steps 32
     python sample.py --ckpt out/docs_cond --cond "def load_image(path)"    # or a .txt, or a .jsonl
+    python sample.py --infill "Return the ___ of the given array."
     python sample.py --trace page.html                # how noise becomes text; without a file, on the terminal
 """
 import functools
@@ -20,6 +21,7 @@ from assets.trace import Trace
 from checkpoint import load, newest_run
 from config.machine import autocast, pick_device, progress, ready_to_sample, run_program, seeded
 from data.encoder import cut_conditions, embed_conditions, load_encoder, load_tokenizer, to_text
+from data.infill import fill, gap_rows
 from data.texts import read_conditions, refuse_to_overwrite, write_jsonl
 from model import velocity
 
@@ -78,17 +80,21 @@ def with_condition(y, cond_mask, x_cond):
 
 
 def decode(model, z, w):
-    """Embeddings (B, L, E) -> tokens (B, L): mode on, t = 1, x_sc = 0, argmax. In slices, for logits are (L, V) a row."""
-    rows = max(1, 2**27 // (z.shape[1] * model.config.vocab_size))
-    return torch.cat([model(part, torch.zeros_like(part), part.new_ones(len(part)), part.new_full((len(part),), w), n_decode=len(part))[1]
-                      .argmax(-1) for part in z.split(rows)])
+    """Embeddings (B, L, E) -> the likeliest tokens (B, L) and their probabilities: mode on, t = 1, x_sc = 0. In slices, for logits are (L, V) a row."""
+    tokens, sure = [], []
+    for part in z.split(max(1, 2**27 // (z.shape[1] * model.config.vocab_size))):
+        logits = model(part, torch.zeros_like(part), part.new_ones(len(part)), part.new_full((len(part),), w), n_decode=len(part))[1].float()
+        best, ids = logits.max(-1)
+        tokens.append(ids)
+        sure.append((best - logits.logsumexp(-1)).exp())
+    return torch.cat(tokens), torch.cat(sure)
 
 
 @torch.no_grad()
 def sample(model, n, length, steps=32, gamma=1.5, gamma_power=0.0, temperature=1.0, w=3.0, cfg=1.0, seed=0, schedule="logit-normal",
            noise_scale=2.0, t_mean=-1.5, t_std=0.8, encode_conditions=None, chunk=None, quiet=True, on_step=None, keep_part=False):
     """
-    n token rows (n, length) from model (Alg. 2). Row i's noise depends on (seed, i) alone, so `chunk`, the rows computed at a time
+    n token rows (n, length) from model (Alg. 2), and their probabilities. Row i's noise depends on (seed, i) alone, so `chunk`, the rows computed at a time
     (memory grows with it), does not change what comes out.
 
     temperature         times noise_scale, which is the training's, gives the noise to start from and to put back: above 1, more varied text
@@ -99,7 +105,7 @@ def sample(model, n, length, steps=32, gamma=1.5, gamma_power=0.0, temperature=1
     device = next(model.parameters()).device
     grid = time_grid(steps, schedule, seed, t_mean, t_std)
     chunk = chunk or max(1, 2**13 // length)
-    tokens = []
+    decoded = []
     with progress(total=n * steps, unit="step", desc="sampling", disable=quiet) as bar, autocast(device):
         for first in range(0, n, chunk):
             rows = range(first, min(n, first + chunk))
@@ -111,12 +117,12 @@ def sample(model, n, length, steps=32, gamma=1.5, gamma_power=0.0, temperature=1
                     bar.update(len(rows))
                     if on_step and first == 0:
                         on_step(t, x_sc)
-                tokens.append(decode(model, z, w).cpu())
+                decoded.append([part.cpu() for part in decode(model, z, w)])
             except KeyboardInterrupt:
-                if not (keep_part and tokens):
+                if not (keep_part and decoded):
                     raise
                 break
-    return torch.cat(tokens)
+    return tuple(map(torch.cat, zip(*decoded)))
 
 
 def sample_texts(model, settings, tokenizer, n=4, length=None, conditions=None, encoder=None, **how):
@@ -130,8 +136,25 @@ def sample_texts(model, settings, tokenizer, n=4, length=None, conditions=None, 
         conditions = [list(condition[:settings["cond_length"]]) for condition in conditions]
         n_cond, most = [len(condition) for condition in conditions], length - settings["cond_length"]
         how["encode_conditions"] = functools.partial(embed_conditions, encoder, conditions, length, settings)
-    tokens = sample(model, len(n_cond), length, **how)
+    tokens, _ = sample(model, len(n_cond), length, **how)
     return [to_text(tokenizer, row, first, most) for row, first in zip(tokens, n_cond)]
+
+
+def infill(model, settings, tokenizer, encoder, text, gap, n=4, **how):
+    """
+    n fillings of a text's gaps, each of 1 to `gap` tokens: the known tokens are a condition, which may stand anywhere. All sizes of the gaps
+    are tried side by side, and those kept of which the decode head is surest. how: what else `sample` takes.
+    """
+    sizes, known, x = gap_rows(encoder, tokenizer, text, gap, settings)
+    known, x = known.repeat(n, 1, 1), x.repeat(n, 1, 1)
+    how |= {name: settings[name] for name in ("noise_scale", "t_mean", "t_std")}
+    tokens, sure = sample(model, len(x), settings["length"], encode_conditions=lambda rows: (known[rows], x[rows]), **how)
+    texts = []
+    for first in range(0, len(x), len(sizes)):
+        gaps = [~known[i, :, 0].cpu() for i in range(first, first + len(sizes))]
+        best = max(range(len(sizes)), key=lambda i: sure[first + i][gaps[i]].log().mean())
+        texts.append(fill(tokenizer, text, tokens[first + best][gaps[best]], sizes[best]))
+    return texts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,19 +176,23 @@ def main(argv=None):
     if bool(settings.get("cond_length")) != (args.cond is not None):
         sys.exit(f"--cond: {ckpt} " + ("does not write from a condition; leave it out" if args.cond is not None else
                                        "writes from a condition; give a text, a .txt or a .jsonl file"))
+    if args.cond is not None or args.infill is not None:
+        given["encoder"] = load_encoder(settings["encoder"], device, settings.get("encoder_weights"))
     if args.cond is not None:
         if length <= settings["cond_length"]:
             sys.exit(f"--length {length}: leaves no room after a condition of up to {settings['cond_length']} tokens")
         records = read_conditions(args.cond, args.n)
-        given = dict(conditions=cut_conditions(tokenizer, records, settings["cond_length"]),
-                     encoder=load_encoder(settings["encoder"], device, settings.get("encoder_weights")))
+        given["conditions"] = cut_conditions(tokenizer, records, settings["cond_length"])
     ready_to_sample(model, device, len(records) * length * used["steps"])
     print(f"{ckpt}: {len(records)} samples of {length} tokens, {used}", file=sys.stderr)
-    n_cond = list(map(len, given["conditions"])) if given else [0] * len(records)
+    n_cond = list(map(len, given.get("conditions", [[]] * len(records))))
     trace = Trace(model, tokenizer, used["w"], n_cond, args.trace) if args.trace is not None else None
     start = time.time()
-    quiet = args.trace == "" and sys.stdout.isatty()  # the trace has the terminal to itself
-    texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, quiet=quiet, on_step=trace, keep_part=True)
+    if args.infill is not None:
+        texts = infill(model, settings, tokenizer, text=args.infill, gap=args.gap, n=len(records), **given, **used, quiet=False)
+    else:
+        quiet = args.trace == "" and sys.stdout.isatty()  # the trace has the terminal to itself
+        texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, quiet=quiet, on_step=trace, keep_part=True)
     seconds = time.time() - start
     print(f"{len(texts) * length / seconds:,.0f} tokens/s, {1000 * seconds / used['steps']:.1f} ms a step", file=sys.stderr)
     if len(texts) < len(records):

@@ -36,6 +36,7 @@ from config import Config, config_files, configure, sampling
 from config.machine import StopSignal, compile_blocks, matrix_work, newton_schulz_work, seeded
 from data.docs import prepare
 from data.encoder import condition_mask, embed, embed_conditions, load_encoder, load_tokenizer, to_ids, to_text
+from data.infill import fill, gap_rows
 from data.rows import open_data
 from model import ELF, PREFIX, ELFConfig, as_x, rotary_table, rotate, velocity
 from sample import decode, flow, sample, time_grid
@@ -170,7 +171,7 @@ def test_samplers_golden(golden, gamma, w, cfg, first, last, mean):
     assert close(z[0, -1, :3], first) and close(z[1, -1, -3:], last) and close(z.abs().mean(), mean)
     tokens = torch.full((2, L), 10)
     tokens[1, 2] = 11 if cfg != 1 else 10
-    assert torch.equal(decode(golden, z, w), tokens)
+    assert torch.equal(decode(golden, z, w)[0], tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +318,7 @@ def test_overfits_one_batch_and_decodes_it():
     with torch.no_grad():
         logits = model(x, torch.zeros_like(x), torch.ones(10), torch.ones(10), n_decode=10)[1]
         assert F.cross_entropy(logits.transpose(1, 2), ids) < 0.1
-        assert torch.equal(decode(model, x, 1.0), ids)
+        assert torch.equal(decode(model, x, 1.0)[0], ids)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,9 +339,9 @@ def test_grid():
 
 def test_samples_do_not_depend_on_chunks_and_repeat(golden):
     def run(**kw):
-        return sample(golden, 7, L, steps=5, gamma=1.5, **kw)
+        return sample(golden, 7, L, steps=5, gamma=1.5, **kw)[0]
     assert torch.equal(run(), run()) and torch.equal(run(chunk=1), run(chunk=3)) and torch.equal(run(chunk=3), run())
-    assert torch.equal(sample(golden, 3, L, steps=5), run()[:3])
+    assert torch.equal(sample(golden, 3, L, steps=5)[0], run()[:3])
 
 
 def test_noise_that_falls_over_time_and_temperature(golden):
@@ -360,7 +361,7 @@ def test_noise_that_falls_over_time_and_temperature(golden):
                 z = z + (grid[i + 1] - t) * ((x_sc - z) / (1 - t).clamp(min=0.05))
                 assert torch.equal(step[i], z) if power == 0 else torch.allclose(step[i], z, atol=1e-6)
     how = dict(steps=4, gamma=2.0, seed=1)
-    assert torch.equal(sample(model, 3, L, temperature=0.5, noise_scale=2.0, **how), sample(model, 3, L, noise_scale=1.0, **how))
+    assert torch.equal(sample(model, 3, L, temperature=0.5, noise_scale=2.0, **how)[0], sample(model, 3, L, noise_scale=1.0, **how)[0])
     assert not torch.equal(constant[-1], falling[-1])
 
 
@@ -1719,7 +1720,7 @@ def test_rows_with_conditions_of_many_lengths_are_as_alone(golden, docs):
         rng = [seeded(7, j) for j in range(4)]
         noise = lambda: torch.stack([torch.randn(L, E, generator=g) for g in rng])[i]  # noqa: E731
         *_, (_, z, _) = flow(golden, 2 * noise(), time_grid(6), noise, 1.0, 1.5, cond[i], x_cond[i], cfg=2.0)
-        return z, decode(golden, z, 1.5)
+        return z, decode(golden, z, 1.5)[0]
     z, tokens = run(slice(0, 4))
     assert torch.equal(z[cond[..., 0]], x_cond[cond[..., 0]])                            # clean to the end
     for i in range(4):
@@ -1778,6 +1779,45 @@ def test_pairs_of_signatures_and_sentences(pairs_run):
     assert texts[cond] == target
     log = [r["val_ce"] for r in records(run) if "val_ce" in r]
     assert log[-1] < log[0]
+
+
+@pytest.mark.parametrize("text", ["Return the ___ and a list at the end.", "___ every row  and the ___ by ___.", "Build the file ___", "___"])
+def test_infilling_keeps_what_is_known_to_the_letter(text, run, capsys):
+    outs = []
+    for _ in range(2):
+        sample_main(["--ckpt", str(run), "--infill", text, "--gap", "2", "--n", "3", "--steps", "3", "--seed", "5"])
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1] and len(outs[0].splitlines()) == 3
+    for line in outs[0].splitlines():
+        assert re.fullmatch(".*".join(map(re.escape, text.split("___"))), line), line
+
+
+def test_gaps_of_every_size_that_has_room(run):
+    """Two gaps of 1 to 3 tokens in rows of 8: known tokens stand around them, the embeddings of which do not see the gaps."""
+    settings = load(run)[1] | dict(length=8)
+    tokenizer, encoder = load_tokenizer(settings["encoder"]), load_encoder(settings["encoder"])
+    sizes, known, x = gap_rows(encoder, tokenizer, "Return ___ and ___.", 3, settings)
+    ids = to_ids(tokenizer, ["Return the and the."])[0]
+    assert len(ids) == 5 and sizes == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)] and known.shape == (6, 8, 1) and x.shape == (6, 8, 16)
+    for (a, b), row in zip(sizes, known[..., 0].tolist()):
+        assert row == [True] + [False] * a + [True] + [False] * b + [True] * (6 - a - b)
+    x_mean, x_std = (torch.tensor(settings[key]) for key in ("x_mean", "x_std"))
+    for other in (4, 7):
+        row = torch.tensor([[ids[0], other, other, ids[2], other, ids[4], 1, 1]])
+        assert torch.allclose(embed(encoder, row, x_mean, x_std, known[3:4])[known[3:4, :, 0]], x[3][known[3, :, 0]], atol=1e-5)
+    assert fill(tokenizer, "Return  ___ and ___.", torch.tensor(to_ids(tokenizer, ["the file a list"])[0]), (2, 2)) == "Return  the file and a list."
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--infill", "No gap."], "--infill 'No gap.': has no gap; write ___ where one shall be"),
+    (["--infill", "Return the flibbertigibbet ___."], "--infill: 'flibbertigibbet' is not among the words that the run knows"),
+    (["--infill", "the " * 50 + "___"], "tokens beside its gaps, and a row of this run has room for 39"),
+    (["--infill", "a ___", "--cond", "b"], "--infill: has neither --cond, --trace nor --length"),
+    (["--infill", "a ___", "--gap", "0"], "--gap 0: must be between 1 and 64")])
+def test_infill_errors(argv, says, run, capsys):
+    with pytest.raises(SystemExit) as stop:
+        sample_main(["--ckpt", str(run), *argv])
+    assert says in f"{stop.value} {capsys.readouterr().err}"
 
 
 def test_sampling_from_conditions(pairs_run, tmp_path, capsys):
@@ -2345,7 +2385,7 @@ def test_an_interruption_is_one_line_and_loses_nothing(run, tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         sample(load(run)[0], 9, 40, steps=3, chunk=3)                                     # 3 draws a chunk
     calls = iter(range(100))
-    assert sample(load(run)[0], 9, 40, steps=3, chunk=3, keep_part=True).shape == (6, 40)
+    assert sample(load(run)[0], 9, 40, steps=3, chunk=3, keep_part=True)[0].shape == (6, 40)
     code = "from config.machine import run_program\ndef f():\n    raise KeyboardInterrupt\nrun_program(f, 'interrupted here')"
     assert output("-c", code) == (130, "\ninterrupted here\n")
     many = "import os; os.environ['COLUMNS'] = '80'\nfrom config.machine import run_program\nrun_program(lambda: [print('x' * 99) for _ in range(9999)])"

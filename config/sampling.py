@@ -5,7 +5,7 @@ PAPER = dict(steps=32, gamma=1.5, gamma_power=0.0, temperature=1.0, schedule="lo
 PAPER_PAIRS = PAPER | dict(steps=64, gamma=0.0, w=1.0, cfg=2.0)  # the paper's for text from a condition
 SCHEDULES = ["logit-normal", "quantile", "uniform"]
 RANGES = dict(steps=(1, 10_000), n=(1, 10**7), gamma=(0, 1000), gamma_power=(0, 100), temperature=(0.01, 100), w=(0.01, 100), cfg=(0, 100),
-              seed=(0, 2**32), length=(1, 2**20), seeds=(1, 1000), real=(1, 10**7))
+              seed=(0, 2**32), length=(1, 2**20), gap=(1, 64), seeds=(1, 1000), real=(1, 10**7))
 
 
 def sampler_parser(doc):
@@ -29,11 +29,16 @@ def sample_arguments(argv, doc):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--length", type=int, help="tokens a sample (default: as trained)")
     parser.add_argument("--cond", help="condition: a text, a .txt file of one a line, or a .jsonl file of `input` (and `output`)")
+    parser.add_argument("--infill", metavar="TEXT", help="fill each ___ of this text")
+    parser.add_argument("--gap", type=int, default=3, help="with --infill: the most tokens that a gap may have (default 3)")
     parser.add_argument("--out", help="write the samples to this .jsonl file instead of the terminal")
     parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
     parser.add_argument("--trace", nargs="?", const="", metavar="OUT.html",
                         help="show what x_pred of the first sample decodes to at every step (Fig. 17), or write a page on several")
-    return parse(parser, argv)
+    args = parse(parser, argv)
+    if args.infill is not None and (args.cond is not None or args.trace is not None or args.length):
+        parser.error("--infill: has neither --cond, --trace nor --length")
+    return args
 
 
 def eval_arguments(argv, doc):

@@ -1,0 +1,57 @@
+"""Texts with gaps, "Return the ___ of the array.", as rows of which the known tokens are a condition: one row for each length that the gaps may have."""
+import itertools
+import sys
+
+import torch
+
+from data import EOS
+from data.encoder import embed, one_line
+
+GAP, STAND_IN = "___", "the"
+
+
+def known_parts(tokenizer, text):
+    """The token ids before, between and after the gaps of a text; SystemExit if it has none, or a word that the tokenizer does not know."""
+    parts = one_line(text).split(GAP)
+    if len(parts) < 2:
+        sys.exit(f"--infill {text!r:.80}: has no gap; write {GAP} where one shall be")
+    whole = STAND_IN.join(parts)  # tokenized in one piece, for a tokenizer may join what stands side by side
+    tokens = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    ends = list(itertools.accumulate(len(part) + len(STAND_IN) for part in parts))  # of the stand-ins in the whole, the last beyond it
+    known = [[] for _ in parts]
+    for id, (start, end) in zip(tokens["input_ids"], tokens["offset_mapping"]):
+        part = sum(start >= gap_end for gap_end in ends)
+        if end <= ends[part] - len(STAND_IN):  # else it is of the stand-in after that part
+            if id == tokenizer.unk_token_id:
+                sys.exit(f"--infill: {whole[start:end].strip()!r} is not among the words that the run knows; use another")
+            known[part].append(id)
+    return known
+
+
+def gap_rows(encoder, tokenizer, text, most, settings):
+    """
+    A text with gaps, for every way of giving each 1 to `most` tokens that a row has room for: the gaps' sizes (a tuple for each of n rows),
+    which tokens are known (n, L, 1) bool, the </s> after the text too, and their embeddings (n, L, E), which do not see the gaps.
+    """
+    parts, L, device = known_parts(tokenizer, text), settings["length"], encoder.device
+    room = L - 1 - sum(map(len, parts))
+    sizes = [s for s in itertools.product(range(1, most + 1), repeat=len(parts) - 1) if sum(s) <= room]
+    if not sizes:
+        sys.exit(f"--infill {text!r:.80}: {L - 1 - room} tokens beside its gaps, and a row of this run has room for {L - 1} in all")
+    ids, known = torch.full((len(sizes), L), EOS), torch.ones(len(sizes), L, 1, dtype=torch.bool)
+    for i, row in enumerate(sizes):
+        end = 0
+        for part, size in zip(parts, (*row, 0)):
+            ids[i, end:end + len(part)] = torch.tensor(part, dtype=torch.long)
+            end += len(part) + size
+            known[i, end - size:end] = False
+    x_mean, x_std = (torch.tensor(settings[key], device=device) for key in ("x_mean", "x_std"))
+    known = known.to(device)
+    return sizes, known, embed(encoder, ids.to(device), x_mean, x_std, known)
+
+
+def fill(tokenizer, text, tokens, sizes):
+    """The text with the tokens in its gaps, sizes[i] of them in gap i, and all else to the letter."""
+    fills = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in tokens.split(list(sizes))]
+    parts = text.split(GAP)
+    return "".join(part + fill for part, fill in zip(parts, [*fills, ""]))
