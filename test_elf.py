@@ -35,7 +35,7 @@ from checkpoint import load
 from config import Config, config_files, configure, sampling
 from config.machine import StopSignal, compile_blocks, matrix_work, newton_schulz_work, seeded
 from data.docs import prepare
-from data.encoder import condition_mask, embed, embed_conditions, load_encoder, load_tokenizer, to_ids, to_text
+from data.encoder import condition_mask, embed, embed_conditions, load_encoder, load_tokenizer, random_gaps, to_ids, to_text
 from data.infill import fill, gap_rows
 from data.rows import open_data
 from model import ELF, PREFIX, ELFConfig, as_x, rotary_table, rotate, velocity
@@ -1034,10 +1034,10 @@ def test_few_steps_compares_every_sampler_at_every_number_of_steps(monkeypatch, 
     monkeypatch.setattr(few_steps, "HERE", tmp_path)
     few_steps.main(["--n", "8"])
     assert asked[:7] == [("out/docs", steps, 0.0, "paper", False) for steps in (64, 32, 16, 8, 4, 2, 1)]
-    assert [gamma for _, _, gamma, _, _ in asked[14:21]] == [72.0, 36.0, 18.0, 9.0, 4.5, 2.25, 1.125]
-    assert asked[21:] == [(f"out/docs_pd_{steps}", steps, None, None, False) for steps in (16, 8, 4, 2, 1)] + [("out/docs", None, None, None, True)]
+    assert [gamma for _, _, gamma, _, _ in asked[21:28]] == [72.0, 36.0, 18.0, 9.0, 4.5, 2.25, 1.125]
+    assert asked[28:] == [(f"out/docs_pd_{steps}", steps, None, None, False) for steps in (16, 8, 4, 2, 1)] + [("out/docs", None, None, None, True)]
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-    assert table[2] == ["ODE", "64", "16", "30.0", "2.000", "", "", ""] and table[-1][:4] == ["real rows", "", "", "20.0"] and len(table) == 2 + 28
+    assert table[2] == ["ODE", "64", "16", "30.0", "2.000", "", "", ""] and table[-1][:4] == ["real rows", "", "", "20.0"] and len(table) == 2 + 35
     assert "<svg" in (tmp_path / "few_steps.svg").read_text()
 
 
@@ -1075,6 +1075,8 @@ def test_the_papers_settings_are_a_flag_away():
     (["--decode_share=0.9"], "decode_share"),
     (["--cooldown=2"], "cooldown = 2: must be a share of the steps"),
     (["--sample_schedule=cosine"], "sample_schedule = 'cosine': must be one of logit-normal, quantile, uniform"),
+    (["--gap_share=2"], "gap_share = 2: must be a share of the rows"),
+    (["--gap_share=0.5", "--cond_length=4"], "gap_share = 0.5: must be a share of the rows, up to 1, and is for data without conditions"),
     (["--predict=z"], "predict = 'z': must be one of x, v, eps"),
     (["--optimizer=sgd"], "optimizer = 'sgd': must be one of muon, adamw"),
     (["--name=../escaped"], "name = '../escaped': must be a plain folder name"),
@@ -1806,6 +1808,17 @@ def test_gaps_of_every_size_that_has_room(run):
         row = torch.tensor([[ids[0], other, other, ids[2], other, ids[4], 1, 1]])
         assert torch.allclose(embed(encoder, row, x_mean, x_std, known[3:4])[known[3:4, :, 0]], x[3][known[3, :, 0]], atol=1e-5)
     assert fill(tokenizer, "Return  ___ and ___.", torch.tensor(to_ids(tokenizer, ["the file a list"])[0]), (2, 2)) == "Return  the file and a list."
+
+
+def test_training_with_gaps(docs, tmp_path):
+    """In a share of the rows all but one span, of any length, is a condition: it runs, and learns."""
+    known = random_gaps(4000, 12, 0.5, seeded(0))[..., 0]
+    gaps = [len(re.findall("0+", "".join(map(str, row.int().tolist())))) for row in known]
+    assert max(gaps) == 1 and abs(known.any(1).float().mean() - 0.5) < 0.03
+    assert abs((~known).sum(1)[known.any(1)].float().mean() - 4.3) < 0.3                          # of two numbers from 0 to 12
+    train.main(small(docs[0], tmp_path / "run", "--steps=40", "--gap_share=0.5"))
+    log = records(tmp_path / "run")
+    assert log[-1]["loss"] < log[0]["loss"]
 
 
 @pytest.mark.parametrize("argv, says", [

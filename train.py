@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import begin, load_teacher, locked, record
 from config.machine import (Clock, StopSignal, autocast, barrier, max_over_processes, pick_device, precision, print0, progress, rank,
                             run_program, seeded, world_size)
-from data.encoder import condition_mask, embed, load_data, to_text
+from data.encoder import condition_mask, embed, load_data, random_gaps, to_text
 from data.rows import batch_rows
 from model import velocity
 from sample import sample_texts
@@ -153,6 +153,9 @@ def batch_losses(model, data, rows, rng, config):
         if config.cond_length:
             drop = torch.rand(len(ids), generator=rng, device=rng.device) < config.cond_drop
             x = embed(data.encoder, ids, data.x_mean, data.x_std, cond_mask, drop)
+        elif config.gap_share:
+            cond_mask = random_gaps(len(ids), config.length, config.gap_share, rng)
+            x = embed(data.encoder, ids, data.x_mean, data.x_std, cond_mask)
         else:
             x = embed(data.encoder, ids, data.x_mean, data.x_std)
         B, L, E = x.shape

@@ -1,5 +1,5 @@
 """
-How fast, how well: the default run by three samplers at 64 to 1 steps, its students at 16 to 1 (config/docs_pd.py), and the autoregressive
+How fast, how well: the default run by four samplers at 64 to 1 steps, its students at 16 to 1 (config/docs_pd.py), and the autoregressive
 scorer, one after another on this machine: a table in Markdown, and few_steps.svg beside this file.
 
     python assets/few_steps.py              # of out/docs and out/docs_pd_*; 3 seeds of 464 samples each, as many as there are odd validation rows
@@ -15,9 +15,11 @@ from config import docs  # noqa: E402
 from config.machine import run_program  # noqa: E402
 
 BASE, STUDENT = "out/docs", "out/docs_pd_{}"
+PAPER = ["--preset", "paper", "--schedule", "quantile"]
 SAMPLERS = {
-    "ODE": lambda steps: ["--preset", "paper", "--gamma", "0"],
-    "SDE": lambda steps: ["--preset", "paper"],
+    "ODE": lambda steps: [*PAPER, "--gamma", "0"],
+    "ODE, T 0.6": lambda steps: [*PAPER, "--gamma", "0", "--temperature", "0.6"],
+    "SDE": lambda steps: PAPER,
     "annealed": lambda steps: ["--gamma", str(docs.sample_gamma * steps / 32)],  # what counts is gamma times the step
 }
 STEPS = [64, 32, 16, 8, 4, 2, 1]

@@ -47,6 +47,7 @@ class Config:
     decode_std: float = 0.8
     decode_noise: float = 5.0      # 1 for conditional tasks
     cond_drop: float = 0.1         # of the rows with a condition: it is hidden, so that sampling can guide by it
+    gap_share: float = 0.0         # of the rows of text without conditions: all but a random span is given, for sample.py --infill
     # progressive distillation: a student, one of whose steps is many of its teacher's
     teacher: str = ""              # run, file or Hugging Face repo id; the student starts from its weights
     student_steps: int = 0         # its steps from noise to text
@@ -122,7 +123,7 @@ FREE = {"name", "out", "data", "encoder", "prepare", "init_from", "steps", "log_
         "save_minutes", "keep", "change", "fresh", "device", "bf16", "compile", "recompute", "bench"}
 FREE |= {name for name in TYPES if name.startswith("sample_")}  # settings that a resumed run may change; of data and encoder the fingerprints count
 MAY_BE_NEGATIVE = {"t_mean", "decode_mean"}
-MAY_BE_ZERO = {"seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cooldown", "cond_length", "cond_drop",
+MAY_BE_ZERO = {"seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cooldown", "cond_length", "cond_drop", "gap_share",
                "student_steps", "teacher_substeps", "sample_gamma", "sample_gamma_power", "sample_cfg", "bench"}
 
 
@@ -195,6 +196,8 @@ def check(config):
     for key, names in dict(predict=["x", "v", "eps"], optimizer=["muon", "adamw"], sample_schedule=SCHEDULES).items():
         if getattr(config, key) not in names:
             sys.exit(f"{key} = {getattr(config, key)!r}: must be one of {', '.join(names)}")
+    if config.gap_share and config.cond_length or config.gap_share > 1:
+        sys.exit(f"gap_share = {config.gap_share:g}: must be a share of the rows, up to 1, and is for data without conditions")
     if config.cooldown > 1:
         sys.exit(f"cooldown = {config.cooldown:g}: must be a share of the steps, from 0 to 1")
     if bool(config.teacher) != (config.student_steps > 0) or bool(config.teacher) != (config.teacher_substeps > 0):

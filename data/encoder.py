@@ -106,6 +106,14 @@ def condition_mask(n_cond, L):
     return (torch.arange(L, device=n_cond.device) < n_cond[:, None])[..., None]
 
 
+def random_gaps(B, L, share, rng):
+    """(B, L, 1) bool, of which positions are a condition: in this share of the rows all but a random span, in the others none."""
+    ends = torch.randint(L + 1, (B, 2), generator=rng, device=rng.device).sort(dim=1).values
+    position = torch.arange(L, device=rng.device)
+    given = (position < ends[:, :1]) | (position >= ends[:, 1:])
+    return (given & (torch.rand(B, 1, generator=rng, device=rng.device) < share))[..., None]
+
+
 @torch.no_grad()
 def embed(encoder, ids, x_mean, x_std, cond_mask=None, drop=None):
     """
