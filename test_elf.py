@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import data.files
@@ -521,6 +522,29 @@ def test_a_run_that_blows_up_keeps_its_checkpoint(docs, tmp_path):
         train.main(argv)
     content = newest(tmp_path / "run")
     assert content["step"] >= 1 and all(p.isfinite().all() for p in content["model"].values())
+
+
+class NoWait(TorchDispatchMode):
+    """Refuses what would make the program wait for a GPU: to read a number off a tensor, or a shape that depends on one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select), func
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("more", [(), ("--batch_size=20", "--accum=2", "--gap_share=0.5"), ("--optimizer=adamw",)])
+def test_no_step_waits_for_the_device(more, docs, tmp_path, monkeypatch):
+    step, steps = train.train_step, []
+
+    def unwaiting(*args):
+        with NoWait():
+            steps.append(step(*args))
+        return steps[-1]
+    monkeypatch.setattr(train, "train_step", unwaiting)
+    train.main(small(docs[0], tmp_path / "run", "--steps=3", *more))
+    assert len(steps) == 3
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWait():
+        bool(steps[0][1] > 0)
 
 
 def test_ema_warms_up(docs, tmp_path, run):

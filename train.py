@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import begin, load_teacher, locked, record
 from config.machine import (Clock, StopSignal, autocast, barrier, max_over_processes, pick_device, precision, print0, progress, rank,
-                            run_program, seeded, world_size)
+                            run_program, seeded, upload, world_size)
 from data.encoder import condition_mask, embed, load_data, random_gaps, to_text
 from data.rows import batch_rows
 from model import velocity
@@ -146,7 +146,7 @@ def objective(parts, config):
 
 def batch_losses(model, data, rows, rng, config):
     """`losses` of rows as `Rows.batch` gives them: encode (the encoder is frozen), draw the noise, run the network (Alg. 1)."""
-    ids, n_cond = (torch.from_numpy(array).to(rng.device) for array in rows)
+    ids, n_cond = (upload(array, rng.device) for array in rows)
     kinds = split_rows(len(ids), config)
     cond_mask = condition_mask(n_cond, config.length)
     with autocast(rng.device, config.bf16):

@@ -179,6 +179,12 @@ def hold(file, when_busy):
 # ---------------------------------------------------------------------------------------------------------------------
 # the processes: one, or those that torchrun started
 
+def upload(array, device):
+    """A numpy array as a tensor there; to a GPU from pinned memory, so that the program goes on while it is copied."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
