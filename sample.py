@@ -140,17 +140,17 @@ def sample_texts(model, settings, tokenizer, n=4, length=None, conditions=None, 
     return [to_text(tokenizer, row, first, most) for row, first in zip(tokens, n_cond)]
 
 
-def infill(model, settings, tokenizer, encoder, text, gap, n=4, **how):
+def infill(model, settings, tokenizer, encoder, text, gap, n, length, **how):
     """
     n fillings of a text's gaps, each of 1 to `gap` tokens: the known tokens are a condition, which may stand anywhere. All sizes of the gaps
     are tried side by side, and those kept of which the decode head is surest. how: what else `sample` takes.
     """
-    sizes, known, x = gap_rows(encoder, tokenizer, text, gap, settings)
+    sizes, known, x = gap_rows(encoder, tokenizer, text, gap, length, settings)
     known, x = known.repeat(n, 1, 1), x.repeat(n, 1, 1)
     how |= {name: settings[name] for name in ("noise_scale", "t_mean", "t_std")}
-    tokens, sure = sample(model, len(x), settings["length"], encode_conditions=lambda rows: (known[rows], x[rows]), **how)
+    tokens, sure = sample(model, len(x), length, encode_conditions=lambda rows: (known[rows], x[rows]), **how)
     texts = []
-    for first in range(0, len(x), len(sizes)):
+    for first in range(0, len(tokens) // len(sizes) * len(sizes), len(sizes)):  # Ctrl-C may have cut them
         gaps = [~known[i, :, 0].cpu() for i in range(first, first + len(sizes))]
         best = max(range(len(sizes)), key=lambda i: sure[first + i][gaps[i]].log().mean())
         texts.append(fill(tokenizer, text, tokens[first + best][gaps[best]], sizes[best]))
@@ -159,6 +159,22 @@ def infill(model, settings, tokenizer, encoder, text, gap, n=4, **how):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the program
+
+def read_given(args, ckpt, settings, length, tokenizer, device):
+    """A record for each text to write, and what `sample_texts` and `infill` take of a condition or gaps; SystemExit if it does not fit the run."""
+    if bool(settings.get("cond_length")) != (args.cond is not None):
+        sys.exit(f"--cond: {ckpt} " + ("does not write from a condition; leave it out" if args.cond is not None else
+                                       "writes from a condition; give a text, a .txt or a .jsonl file"))
+    if args.cond is None and args.infill is None:
+        return [{} for _ in range(args.n or 4)], {}
+    given = dict(encoder=load_encoder(settings["encoder"], device, settings.get("encoder_weights")))
+    if args.infill is not None:
+        return [{} for _ in range(args.n or 4)], given | dict(text=args.infill, gap=args.gap)
+    if length <= settings["cond_length"]:
+        sys.exit(f"--length {length}: leaves no room after a condition of up to {settings['cond_length']} tokens")
+    records = read_conditions(args.cond, args.n)
+    return records, given | dict(conditions=cut_conditions(tokenizer, records, settings["cond_length"]))
+
 
 def main(argv=None):
     args = sampling.sample_arguments(argv, __doc__)
@@ -172,27 +188,15 @@ def main(argv=None):
     if length > settings["length"]:
         print(f"--length {length}: longer than the {settings['length']} tokens it was trained on; expect worse text", file=sys.stderr)
     used = sampling.sampler_settings(args, settings) | dict(seed=args.seed)
-    records, given = [{} for _ in range(args.n or 4)], {}
-    if bool(settings.get("cond_length")) != (args.cond is not None):
-        sys.exit(f"--cond: {ckpt} " + ("does not write from a condition; leave it out" if args.cond is not None else
-                                       "writes from a condition; give a text, a .txt or a .jsonl file"))
-    if args.cond is not None or args.infill is not None:
-        given["encoder"] = load_encoder(settings["encoder"], device, settings.get("encoder_weights"))
-    if args.cond is not None:
-        if length <= settings["cond_length"]:
-            sys.exit(f"--length {length}: leaves no room after a condition of up to {settings['cond_length']} tokens")
-        records = read_conditions(args.cond, args.n)
-        given["conditions"] = cut_conditions(tokenizer, records, settings["cond_length"])
+    records, given = read_given(args, ckpt, settings, length, tokenizer, device)
     ready_to_sample(model, device, len(records) * length * used["steps"])
     print(f"{ckpt}: {len(records)} samples of {length} tokens, {used}", file=sys.stderr)
-    n_cond = list(map(len, given.get("conditions", [[]] * len(records))))
-    trace = Trace(model, tokenizer, used["w"], n_cond, args.trace) if args.trace is not None else None
-    start = time.time()
-    if args.infill is not None:
-        texts = infill(model, settings, tokenizer, text=args.infill, gap=args.gap, n=len(records), **given, **used, quiet=False)
-    else:
-        quiet = args.trace == "" and sys.stdout.isatty()  # the trace has the terminal to itself
-        texts = sample_texts(model, settings, tokenizer, len(records), length, **given, **used, quiet=quiet, on_step=trace, keep_part=True)
+    trace = None
+    if args.trace is not None:
+        trace = Trace(model, tokenizer, used["w"], list(map(len, given.get("conditions", [[]] * len(records)))), args.trace)
+    quiet = args.trace == "" and sys.stdout.isatty()  # the trace has the terminal to itself
+    write, start = sample_texts if args.infill is None else infill, time.time()
+    texts = write(model, settings, tokenizer, n=len(records), **given, **used, quiet=quiet, on_step=trace, keep_part=True, length=length)
     seconds = time.time() - start
     print(f"{len(texts) * length / seconds:,.0f} tokens/s, {1000 * seconds / used['steps']:.1f} ms a step", file=sys.stderr)
     if len(texts) < len(records):

@@ -1820,9 +1820,9 @@ def test_infilling_keeps_what_is_known_to_the_letter(text, run, capsys):
 
 def test_gaps_of_every_size_that_has_room(run):
     """Two gaps of 1 to 3 tokens in rows of 8: known tokens stand around them, the embeddings of which do not see the gaps."""
-    settings = load(run)[1] | dict(length=8)
+    settings = load(run)[1]
     tokenizer, encoder = load_tokenizer(settings["encoder"]), load_encoder(settings["encoder"])
-    sizes, known, x = gap_rows(encoder, tokenizer, "Return ___ and ___.", 3, settings)
+    sizes, known, x = gap_rows(encoder, tokenizer, "Return ___ and ___.", 3, 8, settings)
     ids = to_ids(tokenizer, ["Return the and the."])[0]
     assert len(ids) == 5 and sizes == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)] and known.shape == (6, 8, 1) and x.shape == (6, 8, 16)
     for (a, b), row in zip(sizes, known[..., 0].tolist()):
@@ -1849,7 +1849,7 @@ def test_training_with_gaps(docs, tmp_path):
     (["--infill", "No gap."], "--infill 'No gap.': has no gap; write ___ where one shall be"),
     (["--infill", "Return the flibbertigibbet ___."], "--infill: 'flibbertigibbet' is not among the words that the run knows"),
     (["--infill", "the " * 50 + "___"], "tokens beside its gaps, and a row of this run has room for 39"),
-    (["--infill", "a ___", "--cond", "b"], "--infill: has neither --cond, --trace nor --length"),
+    (["--infill", "a ___", "--cond", "b"], "--infill: has neither --cond nor --trace"),
     (["--infill", "a ___", "--gap", "0"], "--gap 0: must be between 1 and 64")])
 def test_infill_errors(argv, says, run, capsys):
     with pytest.raises(SystemExit) as stop:

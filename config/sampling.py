@@ -36,8 +36,8 @@ def sample_arguments(argv, doc):
     parser.add_argument("--trace", nargs="?", const="", metavar="OUT.html",
                         help="show what x_pred of the first sample decodes to at every step (Fig. 17), or write a page on several")
     args = parse(parser, argv)
-    if args.infill is not None and (args.cond is not None or args.trace is not None or args.length):
-        parser.error("--infill: has neither --cond, --trace nor --length")
+    if args.infill is not None and (args.cond is not None or args.trace is not None):
+        parser.error("--infill: has neither --cond nor --trace")
     return args
 
 

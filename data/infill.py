@@ -28,12 +28,12 @@ def known_parts(tokenizer, text):
     return known
 
 
-def gap_rows(encoder, tokenizer, text, most, settings):
+def gap_rows(encoder, tokenizer, text, most, L, settings):
     """
-    A text with gaps, for every way of giving each 1 to `most` tokens that a row has room for: the gaps' sizes (a tuple for each of n rows),
+    A text with gaps, for every way of giving each 1 to `most` tokens that a row of L has room for: the gaps' sizes (a tuple for each of n rows),
     which tokens are known (n, L, 1) bool, the </s> after the text too, and their embeddings (n, L, E), which do not see the gaps.
     """
-    parts, L, device = known_parts(tokenizer, text), settings["length"], encoder.device
+    parts, device = known_parts(tokenizer, text), encoder.device
     room = L - 1 - sum(map(len, parts))
     sizes = [s for s in itertools.product(range(1, most + 1), repeat=len(parts) - 1) if sum(s) <= room]
     if not sizes:
