@@ -140,21 +140,25 @@ def sample_texts(model, settings, tokenizer, n=4, length=None, conditions=None, 
     return [to_text(tokenizer, row, first, most) for row, first in zip(tokens, n_cond)]
 
 
-def infill(model, settings, tokenizer, encoder, text, gap, n, length, **how):
+def infill(model, settings, tokenizer, encoder, texts, gap, length=None, **how):
     """
-    n fillings of a text's gaps, each of 1 to `gap` tokens: the known tokens are a condition, which may stand anywhere. All sizes of the gaps
-    are tried side by side, and those kept of which the decode head is surest. how: what else `sample` takes.
+    The texts with their gaps filled, by 1 to `gap` tokens each: the known tokens are a condition, which may stand anywhere. All sizes of the
+    gaps are tried side by side, and those kept of which the decode head is surest. how: what else `sample` takes.
     """
-    sizes, known, x = gap_rows(encoder, tokenizer, text, gap, length, settings)
-    known, x = known.repeat(n, 1, 1), x.repeat(n, 1, 1)
+    length = length or settings["length"]
     how |= {name: settings[name] for name in ("noise_scale", "t_mean", "t_std")}
+    candidates = [gap_rows(encoder, tokenizer, text, gap, length, settings) for text in texts]
+    known, x = (torch.cat(parts) for parts in list(zip(*candidates))[1:])
     tokens, sure = sample(model, len(x), length, encode_conditions=lambda rows: (known[rows], x[rows]), **how)
-    texts = []
-    for first in range(0, len(tokens) // len(sizes) * len(sizes), len(sizes)):  # Ctrl-C may have cut them
-        gaps = [~known[i, :, 0].cpu() for i in range(first, first + len(sizes))]
-        best = max(range(len(sizes)), key=lambda i: sure[first + i][gaps[i]].log().mean())
-        texts.append(fill(tokenizer, text, tokens[first + best][gaps[best]], sizes[best]))
-    return texts
+    done, row = [], 0
+    for text, (sizes, known, _) in zip(texts, candidates):
+        if row + len(sizes) > len(tokens):  # Ctrl-C has cut them
+            break
+        gaps = ~known[..., 0].cpu()
+        best = max(range(len(sizes)), key=lambda i: sure[row + i][gaps[i]].log().mean())
+        done.append(fill(tokenizer, text, tokens[row + best][gaps[best]], sizes[best]))
+        row += len(sizes)
+    return done
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -169,7 +173,7 @@ def read_given(args, ckpt, settings, length, tokenizer, device):
         return [{} for _ in range(args.n or 4)], {}
     given = dict(encoder=load_encoder(settings["encoder"], device, settings.get("encoder_weights")))
     if args.infill is not None:
-        return [{} for _ in range(args.n or 4)], given | dict(text=args.infill, gap=args.gap)
+        return [{} for _ in range(args.n or 4)], given | dict(texts=[args.infill] * (args.n or 4), gap=args.gap)
     if length <= settings["cond_length"]:
         sys.exit(f"--length {length}: leaves no room after a condition of up to {settings['cond_length']} tokens")
     records = read_conditions(args.cond, args.n)
@@ -195,8 +199,9 @@ def main(argv=None):
     if args.trace is not None:
         trace = Trace(model, tokenizer, used["w"], list(map(len, given.get("conditions", [[]] * len(records)))), args.trace)
     quiet = args.trace == "" and sys.stdout.isatty()  # the trace has the terminal to itself
+    given |= dict(n=len(records)) if args.infill is None else {}
     write, start = sample_texts if args.infill is None else infill, time.time()
-    texts = write(model, settings, tokenizer, n=len(records), **given, **used, quiet=quiet, on_step=trace, keep_part=True, length=length)
+    texts = write(model, settings, tokenizer, length=length, **given, **used, quiet=quiet, on_step=trace, keep_part=True)
     seconds = time.time() - start
     print(f"{len(texts) * length / seconds:,.0f} tokens/s, {1000 * seconds / used['steps']:.1f} ms a step", file=sys.stderr)
     if len(texts) < len(records):

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import resource
 import shutil
@@ -1063,6 +1064,15 @@ def test_few_steps_compares_every_sampler_at_every_number_of_steps(monkeypatch, 
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert table[2] == ["ODE", "64", "16", "30.0", "2.000", "", "", ""] and table[-1][:4] == ["real rows", "", "", "20.0"] and len(table) == 2 + 35
     assert "<svg" in (tmp_path / "few_steps.svg").read_text()
+
+
+def test_how_well_gaps_are_filled(run, docs, scorer, capsys):
+    module = importlib.import_module("assets.infill")
+    module.main(["--ckpt", str(run), "--scorer", str(docs[0] / "scorer"), "--n", "6", "--steps", "2"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ") and "%" in line]
+    assert len(rows) == 4 and rows[0][0] == "| as they were" and rows[0][1] == "100.0 %" and all(float(row[2].rstrip(" |")) > 1 for row in rows)
+    before, hidden, after = module.with_gap("Return the first row of it.", random.Random(1))
+    assert before + hidden + after == "Return the first row of it.".split() and 1 <= len(hidden) <= 3 and after
 
 
 def test_the_papers_settings_are_a_flag_away():
