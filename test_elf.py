@@ -2142,8 +2142,9 @@ def output(*command, **env):
 
 
 def edited(run, folder, **changes):
-    """A copy of a run whose newest checkpoint says something else."""
+    """A copy of a run whose newest checkpoint says something else, and without the encoder that it brings along."""
     shutil.copytree(run, folder)
+    shutil.rmtree(folder / "t5")
     file = max(folder.glob("ckpt_*.pt"))
     torch.save(torch.load(file, weights_only=True) | changes, file)
     return folder
