@@ -2,7 +2,7 @@
 import argparse
 import gzip
 import hashlib
-import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -1266,6 +1266,24 @@ def test_pages_point_at_the_right_lines(page, up):
     assert len(rows) == text.count("#L") >= 14
     for file, line, code in rows:
         assert code in (ROOT / file).read_text().splitlines()[int(line) - 1], (file, line, code)
+
+
+LESSON_PATCHES = re.findall(r"```diff\n(.*?)```", (ROOT / "assets/lesson.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("patch", LESSON_PATCHES, ids=range(2, 2 + len(LESSON_PATCHES)))
+def test_the_lessons_solutions_apply_and_run(patch, golden, tmp_path):
+    shutil.copyfile(ROOT / "sample.py", tmp_path / "sample.py")
+    subprocess.run(["git", "apply", "-"], input=patch, text=True, cwd=tmp_path, check=True)
+    spec = importlib.util.spec_from_file_location("patched", tmp_path / "sample.py")
+    patched = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(patched)
+    calls = []
+    hook = golden.register_forward_hook(lambda *_: calls.append(1))
+    ids, sure = patched.sample(golden, 2, L, steps=4, gamma=2.0)
+    hook.remove()
+    assert len(LESSON_PATCHES) == 3 and len(patch.splitlines()) <= 20 and ids.shape == (2, L)
+    assert len(calls) == (9 if patch == LESSON_PATCHES[0] else 5) and not torch.equal(sure, sample(golden, 2, L, steps=4, gamma=2.0)[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
