@@ -151,10 +151,10 @@ def infill(model, settings, tokenizer, encoder, texts, gap, length=None, **how):
     known, x = (torch.cat(parts) for parts in list(zip(*candidates))[1:])
     tokens, sure = sample(model, len(x), length, encode_conditions=lambda rows: (known[rows], x[rows]), **how)
     done, row = [], 0
-    for text, (sizes, known, _) in zip(texts, candidates):
+    for text, (sizes, given, _) in zip(texts, candidates):
         if row + len(sizes) > len(tokens):  # Ctrl-C has cut them
             break
-        gaps = ~known[..., 0].cpu()
+        gaps = ~given[..., 0].cpu()
         best = max(range(len(sizes)), key=lambda i: sure[row + i][gaps[i]].log().mean())
         done.append(fill(tokenizer, text, tokens[row + best][gaps[best]], sizes[best]))
         row += len(sizes)

@@ -1877,6 +1877,7 @@ def test_training_with_gaps(docs, tmp_path):
     (["--infill", "No gap."], "--infill 'No gap.': has no gap; write ___ where one shall be"),
     (["--infill", "Return the flibbertigibbet ___."], "--infill: 'flibbertigibbet' is not among the words that the run knows"),
     (["--infill", "the " * 50 + "___"], "tokens beside its gaps, and a row of this run has room for 39"),
+    (["--infill", "___ " * 8], "--gap 3: for 8 gaps these are more than 1,000 ways to try"),
     (["--infill", "a ___", "--cond", "b"], "--infill: has neither --cond nor --trace"),
     (["--infill", "a ___", "--gap", "0"], "--gap 0: must be between 1 and 64")])
 def test_infill_errors(argv, says, run, capsys):

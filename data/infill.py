@@ -35,7 +35,9 @@ def gap_rows(encoder, tokenizer, text, most, L, settings):
     """
     parts, device = known_parts(tokenizer, text), encoder.device
     room = L - 1 - sum(map(len, parts))
-    sizes = [s for s in itertools.product(range(1, most + 1), repeat=len(parts) - 1) if sum(s) <= room]
+    if max(1, min(most, room)) ** (len(parts) - 1) > 1000:
+        sys.exit(f"--gap {most}: for {len(parts) - 1} gaps these are more than 1,000 ways to try; choose a smaller one, or fewer gaps")
+    sizes = [s for s in itertools.product(range(1, min(most, room) + 1), repeat=len(parts) - 1) if sum(s) <= room]
     if not sizes:
         sys.exit(f"--infill {text!r:.80}: {L - 1 - room} tokens beside its gaps, and a row of this run has room for {L - 1} in all")
     ids, known = torch.full((len(sizes), L), EOS), torch.ones(len(sizes), L, 1, dtype=torch.bool)
