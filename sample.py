@@ -173,7 +173,7 @@ def read_given(args, ckpt, settings, length, tokenizer, device):
         return [{} for _ in range(args.n or 4)], {}
     given = dict(encoder=load_encoder(settings["encoder"], device, settings.get("encoder_weights")))
     if args.infill is not None:
-        return [{} for _ in range(args.n or 4)], given | dict(texts=[args.infill] * (args.n or 4), gap=args.gap)
+        return [dict(infill=args.infill, gap=args.gap) for _ in range(args.n or 4)], given | dict(texts=[args.infill] * (args.n or 4), gap=args.gap)
     if length <= settings["cond_length"]:
         sys.exit(f"--length {length}: leaves no room after a condition of up to {settings['cond_length']} tokens")
     records = read_conditions(args.cond, args.n)
