@@ -82,7 +82,8 @@ def find_checkpoints(source):
         sys.exit(f"{source}: no such file, run folder or Hugging Face repo id (like embedded-language-flows/ELF-B-owt-torch)")
     from huggingface_hub import snapshot_download
     try:
-        return find_checkpoints(snapshot_download(str(source), allow_patterns=["checkpoint_*", "ckpt*.pt", "t5/*.json", "t5/*.safetensors", "t5/*.model"]))
+        wanted = ["checkpoint_*", "ckpt*.pt", "t5/*.json", "t5/*.safetensors", "t5/*.model"]
+        return find_checkpoints(snapshot_download(str(source), allow_patterns=wanted))
     except Exception as e:  # the hub's errors share no base class across its versions
         sys.exit(f"{source}: not a local path, and not fetched from the Hugging Face hub ({type(e).__name__}); "
                  "check the name and the network")

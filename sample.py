@@ -80,7 +80,10 @@ def with_condition(y, cond_mask, x_cond):
 
 
 def decode(model, z, w):
-    """Embeddings (B, L, E) -> the likeliest tokens (B, L) and their probabilities: mode on, t = 1, x_sc = 0. In slices, for logits are (L, V) a row."""
+    """
+    Embeddings (B, L, E) -> the likeliest tokens (B, L) and their probabilities: mode on, t = 1, x_sc = 0. In slices, for logits are (L, V) a
+    row.
+    """
     tokens, sure = [], []
     for part in z.split(max(1, 2**27 // (z.shape[1] * model.config.vocab_size))):
         logits = model(part, torch.zeros_like(part), part.new_ones(len(part)), part.new_full((len(part),), w), n_decode=len(part))[1].float()
@@ -94,8 +97,8 @@ def decode(model, z, w):
 def sample(model, n, length, steps=32, gamma=1.5, gamma_power=0.0, temperature=1.0, w=3.0, cfg=1.0, seed=0, schedule="logit-normal",
            noise_scale=2.0, t_mean=-1.5, t_std=0.8, encode_conditions=None, chunk=None, quiet=True, on_step=None, keep_part=False):
     """
-    n token rows (n, length) from model (Alg. 2), and their probabilities. Row i's noise depends on (seed, i) alone, so `chunk`, the rows computed at a time
-    (memory grows with it), does not change what comes out.
+    n token rows (n, length) from model (Alg. 2), and the tokens' probabilities. Row i's noise depends on (seed, i) alone, so `chunk`, the rows
+    computed at a time (memory grows with it), does not change what comes out.
 
     temperature         times noise_scale, which is the training's, gives the noise to start from and to put back: above 1, more varied text
     encode_conditions   slice of the n rows -> their cond_mask and x_cond, as `flow` takes them
@@ -104,7 +107,7 @@ def sample(model, n, length, steps=32, gamma=1.5, gamma_power=0.0, temperature=1
     """
     device = next(model.parameters()).device
     grid = time_grid(steps, schedule, seed, t_mean, t_std)
-    chunk = chunk or max(8, 2 ** (11 if device.type == "cpu" else 15) // length)  # what a CPU's cache holds is a fifth faster than all at once
+    chunk = chunk or max(8, 2 ** (11 if device.type == "cpu" else 15) // length)  # as many as a CPU's cache holds: a fifth faster
     decoded = []
     with progress(total=n * steps, unit="step", desc="sampling", disable=quiet) as bar, autocast(device):
         for first in range(0, n, chunk):
@@ -125,18 +128,22 @@ def sample(model, n, length, steps=32, gamma=1.5, gamma_power=0.0, temperature=1
     return tuple(map(torch.cat, zip(*decoded)))
 
 
+def sample_as_trained(model, settings, n, length, **how):
+    """`sample` with the noise and the times that the run of these settings was trained with."""
+    return sample(model, n, length, **{name: settings[name] for name in ("noise_scale", "t_mean", "t_std")}, **how)
+
+
 def sample_texts(model, settings, tokenizer, n=4, length=None, conditions=None, encoder=None, **how):
     """
     n samples of a run with these settings as texts, or one for each condition (a list of token ids, of which cond_length are kept): what
     follows it, up to the first </s>. how: what else `sample` takes.
     """
     length, n_cond, most = length or settings["length"], [0] * n, None
-    how |= {name: settings[name] for name in ("noise_scale", "t_mean", "t_std")}
     if conditions is not None:
         conditions = [list(condition[:settings["cond_length"]]) for condition in conditions]
         n_cond, most = [len(condition) for condition in conditions], length - settings["cond_length"]
         how["encode_conditions"] = functools.partial(embed_conditions, encoder, conditions, length, settings)
-    tokens, _ = sample(model, len(n_cond), length, **how)
+    tokens, _ = sample_as_trained(model, settings, len(n_cond), length, **how)
     return [to_text(tokenizer, row, first, most) for row, first in zip(tokens, n_cond)]
 
 
@@ -146,10 +153,9 @@ def infill(model, settings, tokenizer, encoder, texts, gap, length=None, **how):
     gaps are tried side by side, and those kept of which the decode head is surest. how: what else `sample` takes.
     """
     length = length or settings["length"]
-    how |= {name: settings[name] for name in ("noise_scale", "t_mean", "t_std")}
     candidates = [gap_rows(encoder, tokenizer, text, gap, length, settings) for text in texts]
     known, x = (torch.cat(parts) for parts in list(zip(*candidates))[1:])
-    tokens, sure = sample(model, len(x), length, encode_conditions=lambda rows: (known[rows], x[rows]), **how)
+    tokens, sure = sample_as_trained(model, settings, len(x), length, encode_conditions=lambda rows: (known[rows], x[rows]), **how)
     done, row = [], 0
     for text, (sizes, given, _) in zip(texts, candidates):
         if row + len(sizes) > len(tokens):  # Ctrl-C has cut them
@@ -165,15 +171,16 @@ def infill(model, settings, tokenizer, encoder, texts, gap, length=None, **how):
 # the program
 
 def read_given(args, ckpt, settings, length, tokenizer, device):
-    """A record for each text to write, and what `sample_texts` and `infill` take of a condition or gaps; SystemExit if it does not fit the run."""
+    """A record for each text to write, and what `sample_texts` or `infill` is to write from; SystemExit if the run does not write so."""
+    n = args.n or 4
     if bool(settings.get("cond_length")) != (args.cond is not None):
         sys.exit(f"--cond: {ckpt} " + ("does not write from a condition; leave it out" if args.cond is not None else
                                        "writes from a condition; give a text, a .txt or a .jsonl file"))
     if args.cond is None and args.infill is None:
-        return [{} for _ in range(args.n or 4)], {}
+        return [{}] * n, dict(n=n)
     given = dict(encoder=load_encoder(settings["encoder"], device, settings.get("encoder_weights")))
     if args.infill is not None:
-        return [dict(infill=args.infill, gap=args.gap) for _ in range(args.n or 4)], given | dict(texts=[args.infill] * (args.n or 4), gap=args.gap)
+        return [dict(infill=args.infill, gap=args.gap)] * n, given | dict(texts=[args.infill] * n, gap=args.gap)
     if length <= settings["cond_length"]:
         sys.exit(f"--length {length}: leaves no room after a condition of up to {settings['cond_length']} tokens")
     records = read_conditions(args.cond, args.n)
@@ -195,11 +202,9 @@ def main(argv=None):
     records, given = read_given(args, ckpt, settings, length, tokenizer, device)
     ready_to_sample(model, device, len(records) * length * used["steps"])
     print(f"{ckpt}: {len(records)} samples of {length} tokens, {used}", file=sys.stderr)
-    trace = None
-    if args.trace is not None:
-        trace = Trace(model, tokenizer, used["w"], list(map(len, given.get("conditions", [[]] * len(records)))), args.trace)
+    n_cond = list(map(len, given.get("conditions", [[]] * len(records))))
+    trace = Trace(functools.partial(decode, model, w=used["w"]), tokenizer, n_cond, args.trace) if args.trace is not None else None
     quiet = args.trace == "" and sys.stdout.isatty()  # the trace has the terminal to itself
-    given |= dict(n=len(records)) if args.infill is None else {}
     write, start = sample_texts if args.infill is None else infill, time.time()
     texts = write(model, settings, tokenizer, length=length, **given, **used, quiet=quiet, on_step=trace, keep_part=True)
     seconds = time.time() - start

@@ -1,6 +1,7 @@
 """
-How well gaps are filled: in each odd validation row one to three words are hidden, and a run fills them, knowing how many they are and not knowing it.
-Printed are the share of gaps filled as they were, and the Gen. PPL of the texts, beside gaps filled by words that stand anywhere in the corpus.
+How well gaps are filled: in each odd validation row one to three words are hidden, and a run fills them, knowing how many they are and not
+knowing it. Printed are the share of gaps filled as they were, and the Gen. PPL of the texts, beside gaps filled by words from anywhere in the
+corpus.
 
     python assets/infill.py --ckpt out/docs --preset paper    # options of eval.py; without --preset paper, with the run's own sampler
 """

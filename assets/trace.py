@@ -5,7 +5,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from data import EOS
@@ -18,18 +17,17 @@ FAINT, UNDERLINED, PLAIN, UP, CLEAR = "\x1b[2m", "\x1b[4m", "\x1b[0m", "\x1b[{}F
 
 class Trace:
     """
-    Called with t and x_pred (B, L, E) after each step; n_cond[i] tokens of row i are its condition. With a path it keeps the first ROWS rows
-    for `write`; without one it shows the first: redrawn in place on a terminal, line by line in a file or pipe.
+    Called with t and x_pred (B, L, E) after each step, which `decode` turns into tokens and their probabilities; n_cond[i] tokens of row i are
+    its condition. With a path it keeps the first ROWS rows for `write`; without one it shows the first: redrawn in place on a terminal, line by
+    line in a file or pipe.
     """
 
-    def __init__(self, model, tokenizer, w, n_cond, path):
-        self.model, self.tokenizer, self.w, self.n_cond, self.path = model, tokenizer, w, n_cond, path
+    def __init__(self, decode, tokenizer, n_cond, path):
+        self.decode, self.tokenizer, self.n_cond, self.path = decode, tokenizer, n_cond, path
         self.steps = []
 
     def __call__(self, t, x_pred):
-        x = x_pred[:ROWS if self.path else 1]
-        logits = self.model(x, torch.zeros_like(x), x.new_ones(len(x)), x.new_full((len(x),), self.w), n_decode=len(x))[1]
-        sure, ids = logits.float().softmax(-1).max(-1)
+        ids, sure = self.decode(x_pred[:ROWS if self.path else 1])
         self.steps.append(dict(t=float(t), rows=[self.tokens(*row) for row in zip(ids.tolist(), sure.tolist(), self.n_cond)]))
         if not self.path:
             self.show()

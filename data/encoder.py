@@ -155,8 +155,13 @@ def embed_conditions(encoder, conditions, length, settings, rows):
     conditions, device = conditions[rows], encoder.device
     ids = torch.tensor([condition + [EOS] * (length - len(condition)) for condition in conditions], device=device)
     cond_mask = condition_mask(torch.tensor([len(condition) for condition in conditions], device=device), length)
-    x_mean, x_std = (torch.tensor(settings[key], device=device) for key in ("x_mean", "x_std"))
-    return cond_mask, embed(encoder, ids, x_mean, x_std, cond_mask)
+    return cond_mask, embed_as_trained(encoder, ids, cond_mask, settings)
+
+
+def embed_as_trained(encoder, ids, cond_mask, settings):
+    """`embed` at the scale of a run's settings."""
+    x_mean, x_std = (torch.tensor(settings[key], device=encoder.device) for key in ("x_mean", "x_std"))
+    return embed(encoder, ids, x_mean, x_std, cond_mask)
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""Texts with gaps, "Return the ___ of the array.", as rows of which the known tokens are a condition: one row for each length that the gaps may have."""
+"""Texts with gaps, "Return the ___ of the array.", as rows whose known tokens are a condition: one for each length that the gaps may have."""
 import itertools
 import sys
 
 import torch
 
 from data import EOS
-from data.encoder import embed, one_line
+from data.encoder import embed_as_trained, one_line
 
 GAP, STAND_IN = "___", "the"
 
@@ -33,7 +33,7 @@ def gap_rows(encoder, tokenizer, text, most, L, settings):
     A text with gaps, for every way of giving each 1 to `most` tokens that a row of L has room for: the gaps' sizes (a tuple for each of n rows),
     which tokens are known (n, L, 1) bool, the </s> after the text too, and their embeddings (n, L, E), which do not see the gaps.
     """
-    parts, device = known_parts(tokenizer, text), encoder.device
+    parts = known_parts(tokenizer, text)
     room = L - 1 - sum(map(len, parts))
     if max(1, min(most, room)) ** (len(parts) - 1) > 1000:
         sys.exit(f"--gap {most}: for {len(parts) - 1} gaps these are more than 1,000 ways to try; choose a smaller one, or fewer gaps")
@@ -47,9 +47,8 @@ def gap_rows(encoder, tokenizer, text, most, L, settings):
             ids[i, end:end + len(part)] = torch.tensor(part, dtype=torch.long)
             end += len(part) + size
             known[i, end - size:end] = False
-    x_mean, x_std = (torch.tensor(settings[key], device=device) for key in ("x_mean", "x_std"))
-    known = known.to(device)
-    return sizes, known, embed(encoder, ids.to(device), x_mean, x_std, known)
+    known = known.to(encoder.device)
+    return sizes, known, embed_as_trained(encoder, ids.to(encoder.device), known, settings)
 
 
 def fill(tokenizer, text, tokens, sizes):

@@ -1,4 +1,4 @@
-# AdamW (0.9, 0.95) on all weights instead of Muon on the matrices; the rate is the best of run.py's sweep.
+# AdamW (0.9, 0.95) on all weights instead of Muon on the matrices; run.py tries half and twice this rate too.
 from config.ablations.base import *  # noqa: F403
 
 name = "adamw"

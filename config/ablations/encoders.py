@@ -2,7 +2,7 @@
 Other embeddings of the default run's corpus, each as data/docs has them, in the Hugging Face format: data/ablations/table (the trained
 encoder's token table: a T5 of no layers), .../gaussian (the same, of random numbers) and .../half (an encoder after a quarter of its steps).
 
-    python config/ablations/encoders.py    # needs data/docs; 2 minutes
+    python config/ablations/encoders.py    # needs data/docs
 """
 import sys
 from pathlib import Path

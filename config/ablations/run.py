@@ -1,7 +1,7 @@
 """
 The ablations of this folder: trains each at equal compute, scores it, and prints the table of README.md.
 
-    python config/ablations/run.py                      # all of them: two hours on 2 CPU cores
+    python config/ablations/run.py                      # all of them: hours on 2 CPU cores
     python config/ablations/run.py predict_v adamw      # some; `samplers` are those that need no training but the base's
 
 Runs lie in out/ablations, where each goes on as any run does; figures are collected in out/ablations/results.jsonl, and the table has all
@@ -19,7 +19,7 @@ import eval  # noqa: E402
 from config.machine import run_program  # noqa: E402
 
 OUT = ROOT / "out" / "ablations"
-SAMPLER = ["--preset", "paper", "--schedule", "quantile"]  # for all that are trained: SDE, 32 steps, gamma 1.5, w 3
+SAMPLER = ["--scorer", "data/docs/scorer", "--preset", "paper", "--schedule", "quantile"]  # for all: SDE, 32 steps, gamma 1.5, w 3
 TRAINED = {file.stem: [[]] for file in sorted(HERE.glob("*.py")) if file.stem not in ("run", "encoders")}
 TRAINED["base"] = [[], ["--seed=1"], ["--seed=2"], ["--lr=0.004"], ["--lr=0.016"]]
 TRAINED["adamw"] = [[], ["--lr=0.001"], ["--lr=0.004"]]
