@@ -19,12 +19,12 @@ import eval  # noqa: E402
 from config.machine import run_program  # noqa: E402
 
 OUT = ROOT / "out" / "ablations"
-SAMPLER = ["--scorer", "data/docs/scorer", "--preset", "paper", "--schedule", "quantile"]  # for all: SDE, 32 steps, gamma 1.5, w 3
+SAMPLER = ["--scorer", "data/docs/scorer", "--preset", "paper", "--schedule", "quantile", "--steps", "16"]  # for all: SDE, gamma 2, w 3
 TRAINED = {file.stem: [[]] for file in sorted(HERE.glob("*.py")) if file.stem not in ("run", "encoders")}
 TRAINED["base"] = [[], ["--seed=1"], ["--seed=2"], ["--lr=0.004"], ["--lr=0.016"]]
 TRAINED["adamw"] = [[], ["--lr=0.001"], ["--lr=0.004"]]
-SAMPLED = [["--w", w] for w in "1235"] + [["--gamma", gamma] for gamma in ("0", "0.75", "3", "6")]
-SAMPLED += [["--steps", steps, "--gamma", gamma] for steps in ("8", "16", "64") for gamma in ("0", "2" if steps != "64" else "1")]
+SAMPLED = [["--w", w] for w in "1235"] + [["--gamma", gamma] for gamma in "0148"]
+SAMPLED += [["--steps", steps, "--gamma", gamma] for steps in ("4", "8", "32") for gamma in ("0", "1.5" if steps == "32" else "2")]
 SAMPLED += [["--schedule", schedule] for schedule in ("logit-normal", "uniform")]
 COLUMNS = dict(val_mse="{:.3f}", val_ce="{:.3f}", gen_ppl="{:.1f}", entropy="{:.3f}", distinct1="{:.3f}", invented="{:.3f}")
 
