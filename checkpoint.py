@@ -252,7 +252,8 @@ def new_network(config, data):
 def begin(config, data, folder, make_optimizers):
     """The State to start from: the run's newest checkpoint, or else new weights, or those of config.init_from."""
     model, device = new_network(config, data), data.encoder.device
-    compiled = config.compiles() and compile_blocks(model, device)
+    frozen = data.encoder.encoder.block if device.type == "cuda" else []  # on a CPU a few percent of a step: not worth half a minute's wait
+    compiled = config.compiles() and compile_blocks([*model.blocks, *frozen], device)
     settings = asdict(config) | {key: data.meta.get(key) for key in ("x_mean", "x_std", "fingerprint", "tokenizer", "encoder_weights")}
     state = State(folder, settings, describe(device, precision(device, config.bf16) == torch.bfloat16, compiled), model,
                   [param.detach().clone() for param in model.parameters()], make_optimizers(model, config))
@@ -354,7 +355,7 @@ def load_teacher(config, data):
         sys.exit(f"teacher = {config.teacher}: trained with other embeddings or rows ({'; '.join(differ)}); a student learns on its teacher's")
     cast_matrices(teacher, precision(device, config.bf16))
     if config.compiles():
-        compile_blocks(teacher, device)
+        compile_blocks(teacher.blocks, device)
     return teacher.requires_grad_(False)
 
 

@@ -108,7 +108,7 @@ def losses(model, x, ids, cond_mask, kinds, t, w, eps, p, noise_scale, decode_no
     x_sc[sc] = torch.where(cond_mask[sc], x[sc], x_u)
 
     x_pred, logits = model(z, x_sc, t, w, n_decode=dec.stop)                                # one forward for both branches
-    ce = F.cross_entropy(logits.float().mT, ids[dec], reduction="none")                     # Eq. 2
+    ce = F.cross_entropy(logits.float().flatten(0, 1), ids[dec].flatten(), reduction="none").view_as(ids[dec])    # Eq. 2
     counted = ~cond_mask[..., 0]
 
     if teacher:
@@ -196,18 +196,15 @@ def polynomial(A, a=3.4445, b=-4.7750, c=2.0315):
 
 class Muon(torch.optim.Optimizer):
     """
-    Nesterov momentum, made orthogonal; matrices of one shape are worked on together, the largest first. Of several processes each works
-    on its share of the matrices, and all receive all updates. A matrix that is taller than wide moves sqrt(rows / columns) further.
+    Nesterov momentum, made orthogonal; matrices of one shape are worked on together. Of several processes each works on its share of them,
+    and all receive all updates. A matrix that is taller than wide moves sqrt(rows / columns) further.
     """
 
     def __init__(self, params, lr, momentum=0.95, dtype=torch.bfloat16):
         super().__init__(params, dict(lr=lr, momentum=momentum))
         self.dtype = dtype  # of the Newton-Schulz steps
-        params = self.param_groups[0]["params"]
-        largest_first = sorted(range(len(params)), key=lambda i: (params[i].numel(), params[i].shape), reverse=True)
-        for param in params:
+        for param in self.param_groups[0]["params"]:
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
-        self.mine = largest_first[rank()::world_size()]  # this process' matrices
 
     @torch.no_grad()
     def step(self):
@@ -216,15 +213,17 @@ class Muon(torch.optim.Optimizer):
         momenta = [self.state[param]["momentum_buffer"] for param in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         torch._foreach_lerp_(grads, momenta, group["momentum"])  # Nesterov, in the gradients' own memory
-        updates = torch.zeros(sum(param.numel() for param in params), dtype=self.dtype, device=params[0].device)
-        views = [flat.view_as(param) for flat, param in zip(updates.split([param.numel() for param in params]), params)]
-        for _, same in groupby(self.mine, key=lambda i: params[i].shape):
+        for number, (shape, same) in enumerate(groupby(sorted(params, key=lambda param: param.shape), key=lambda param: param.shape)):
             same = list(same)
-            torch._foreach_copy_([views[i] for i in same], list(orthogonal(torch.stack([grads[i] for i in same]).to(self.dtype))))
-        if world_size() > 1:
-            dist.all_reduce(updates)  # every matrix is 0 in all processes but one
-        for param, update in zip(params, views):
-            param.add_(update, alpha=-group["lr"] * max(1, param.shape[0] / param.shape[1]) ** 0.5)
+            updates = torch.stack([param.grad.to(self.dtype) for param in same])
+            mine = slice((rank() + number) % world_size(), None, world_size())  # those of no like go round
+            done = orthogonal(updates[mine])
+            if world_size() > 1:
+                updates.zero_()[mine] = done
+                dist.all_reduce(updates)  # every matrix is 0 in all processes but one
+                done = updates
+            for param, update in zip(same, done):
+                param.add_(update, alpha=-group["lr"] * max(1, shape[0] / shape[1]) ** 0.5)
 
 
 def optimizers(model, config):
