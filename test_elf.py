@@ -656,16 +656,16 @@ def muon_worker(rank, folder):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     orthogonal, worked, shares = train.orthogonal, [], [None, None]
     train.orthogonal = lambda G: worked.append(len(G)) or orthogonal(G)
-    _, _, params, _ = muon_run(steps=1)
+    _, _, params, _ = muon_run()
     torch.distributed.all_gather_object(shares, sum(worked))
-    assert sum(shares) == len(MATRICES) and min(shares) >= 3
+    assert sum(shares) == 3 * len(MATRICES) and all(shares)  # each matrix once a step; that none is left out shows in the result
     torch.save(params, f"{folder}/{rank}")
     torch.distributed.destroy_process_group()
 
 
 def test_muon_shared_by_two_processes_equals_one(tmp_path):
     torch.multiprocessing.spawn(muon_worker, (tmp_path,), nprocs=2)
-    start, _, one, _ = muon_run(steps=1)
+    start, _, one, _ = muon_run()
     a, b = (torch.load(tmp_path / f, weights_only=True) for f in "01")
     for p, pa, pb, before in zip(one, a, b, start):
         assert torch.equal(pa, pb) and (p - pa).norm() < 0.01 * (p - before).norm()

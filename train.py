@@ -14,6 +14,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 
 from config import ROOT, configure, sampling  # before torch: it says how its threads wait
 
@@ -213,16 +214,16 @@ class Muon(torch.optim.Optimizer):
         momenta = [self.state[param]["momentum_buffer"] for param in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         torch._foreach_lerp_(grads, momenta, group["momentum"])  # Nesterov, in the gradients' own memory
-        for number, (shape, same) in enumerate(groupby(sorted(params, key=lambda param: param.shape), key=lambda param: param.shape)):
+        for number, (shape, same) in enumerate(groupby(sorted(params, key=attrgetter("shape")), key=attrgetter("shape"))):
             same = list(same)
-            updates = torch.stack([param.grad.to(self.dtype) for param in same])
+            stacked = torch.stack([param.grad.to(self.dtype) for param in same])
             mine = slice((rank() + number) % world_size(), None, world_size())  # those of no like go round
-            done = orthogonal(updates[mine])
+            updates = orthogonal(stacked[mine])
             if world_size() > 1:
-                updates.zero_()[mine] = done
-                dist.all_reduce(updates)  # every matrix is 0 in all processes but one
-                done = updates
-            for param, update in zip(same, done):
+                stacked.zero_()[mine] = updates
+                dist.all_reduce(stacked)  # every matrix is 0 in all processes but one
+                updates = stacked
+            for param, update in zip(same, updates):
                 param.add_(update, alpha=-group["lr"] * max(1, shape[0] / shape[1]) ** 0.5)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from config.sampling import PAPER, SCHEDULES
 
-# Threads of torch that wait shall sleep, not spin: up to a third slower alone, but over twice as fast beside one busy process. torch reads it once.
+# Threads of torch that wait shall sleep, not spin: up to 50 % slower alone, but over twice as fast beside one busy process. torch reads it once.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 ROOT = Path(__file__).absolute().parents[1]  # of the repository: relative paths of data, encoders and runs start here
 
