@@ -341,7 +341,7 @@ def start_from(source, state):
     other, _ = load(source)
     ours = asdict(state.model.config)
     if differ := [f"{k} {getattr(other.config, k)}, here {v}" for k, v in ours.items() if getattr(other.config, k) != v]:
-        sys.exit(f"init_from = {source}: a network of other sizes ({'; '.join(differ)}); set these to fit")
+        sys.exit(f"init_from = {source}: another kind of network ({'; '.join(differ)}); set these to fit")
     state.model.load_state_dict(other.state_dict())
     torch._foreach_copy_(state.ema, [param.detach() for param in state.model.parameters()])
 
@@ -361,7 +361,7 @@ def load_teacher(config, data):
 
 @contextmanager
 def locked(folder):
-    """Makes a run's folder and holds it for this process alone."""
+    """Makes a run's folder and holds it for this process alone; what is then still empty goes again."""
     busy = f"{folder}: another process trains there; wait until it ends, or give this run another --name"
     with ExitStack() as stack:
         try:
@@ -369,7 +369,11 @@ def locked(folder):
             stack.enter_context(hold(folder.with_name(f"{folder.name}.lock"), functools.partial(sys.exit, busy)))
         except OSError as e:
             sys.exit(f"{folder}: not a folder that can be written ({e.strerror}); choose another --out or --name")
-        yield
+        try:
+            yield
+        finally:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 def move_aside(folder):

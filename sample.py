@@ -21,7 +21,7 @@ from assets.trace import Trace
 from checkpoint import load, newest_run
 from config.machine import autocast, pick_device, progress, ready_to_sample, run_program, seeded
 from data.encoder import cut_conditions, embed_conditions, load_encoder, load_tokenizer, to_text
-from data.infill import fill, gap_rows
+from data.infill import infill
 from data.texts import read_conditions, refuse_to_overwrite, write_jsonl
 from model import velocity
 
@@ -147,26 +147,6 @@ def sample_texts(model, settings, tokenizer, n=4, length=None, conditions=None, 
     return [to_text(tokenizer, row, first, most) for row, first in zip(tokens, n_cond)]
 
 
-def infill(model, settings, tokenizer, encoder, texts, gap, length=None, **how):
-    """
-    The texts with their gaps filled, by 1 to `gap` tokens each: the known tokens are a condition, which may stand anywhere. All sizes of the
-    gaps are tried side by side, and those kept of which the decode head is surest. how: what else `sample` takes.
-    """
-    length = length or settings["length"]
-    candidates = [gap_rows(encoder, tokenizer, text, gap, length, settings) for text in texts]
-    known, x = (torch.cat(parts) for parts in list(zip(*candidates))[1:])
-    tokens, sure = sample_as_trained(model, settings, len(x), length, encode_conditions=lambda rows: (known[rows], x[rows]), **how)
-    done, row = [], 0
-    for text, (sizes, given, _) in zip(texts, candidates):
-        if row + len(sizes) > len(tokens):  # Ctrl-C has cut them
-            break
-        gaps = ~given[..., 0].cpu()
-        best = max(range(len(sizes)), key=lambda i: sure[row + i][gaps[i]].log().mean())
-        done.append(fill(tokenizer, text, tokens[row + best][gaps[best]], sizes[best]))
-        row += len(sizes)
-    return done
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the program
 
@@ -180,7 +160,8 @@ def read_given(args, ckpt, settings, length, tokenizer, device):
         return [{}] * n, dict(n=n)
     given = dict(encoder=load_encoder(settings["encoder"], device, settings.get("encoder_weights")))
     if args.infill is not None:
-        return [dict(infill=args.infill, gap=args.gap)] * n, given | dict(texts=[args.infill] * n, gap=args.gap)
+        gap = args.gap or 3
+        return [dict(infill=args.infill, gap=gap)] * n, given | dict(texts=[args.infill] * n, gap=gap)
     if length <= settings["cond_length"]:
         sys.exit(f"--length {length}: leaves no room after a condition of up to {settings['cond_length']} tokens")
     records = read_conditions(args.cond, args.n)
@@ -205,7 +186,7 @@ def main(argv=None):
     n_cond = list(map(len, given.get("conditions", [[]] * len(records))))
     trace = Trace(functools.partial(decode, model, w=used["w"]), tokenizer, n_cond, args.trace) if args.trace is not None else None
     quiet = args.trace == "" and sys.stdout.isatty()  # the trace has the terminal to itself
-    write, start = sample_texts if args.infill is None else infill, time.time()
+    write, start = sample_texts if args.infill is None else functools.partial(infill, sample_as_trained), time.time()
     texts = write(model, settings, tokenizer, length=length, **given, **used, quiet=quiet, on_step=trace, keep_part=True)
     seconds = time.time() - start
     print(f"{len(texts) * length / seconds:,.0f} tokens/s, {1000 * seconds / used['steps']:.1f} ms a step", file=sys.stderr)

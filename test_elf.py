@@ -39,7 +39,7 @@ from config import Config, config_files, configure, sampling
 from config.machine import StopSignal, compile_blocks, matrix_work, newton_schulz_work, seeded
 from data.docs import prepare
 from data.encoder import condition_mask, embed, embed_conditions, load_encoder, load_tokenizer, random_gaps, to_ids, to_text
-from data.infill import fill, gap_rows
+from data.infill import fill, gap_rows, infill
 from data.rows import open_data
 from model import ELF, PREFIX, Block, ELFConfig, as_x, rotary_table, rotate, velocity
 from sample import decode, flow, sample, time_grid
@@ -1076,6 +1076,26 @@ def test_few_steps_compares_every_sampler_at_every_number_of_steps(monkeypatch, 
     assert "<svg" in (tmp_path / "few_steps.svg").read_text()
 
 
+def test_pictures_of_losses_and_variety(run, monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    pictures = importlib.import_module("assets.pictures")
+    trial = dict(schedule="quantile", distinct1=0.1, real_distinct1=0.2, gen_ppl=60.0, real_gen_ppl=40.0)
+    rows = [trial | dict(trial="base", steps=16, gamma=77.0, w=3.0)] + [trial | dict(trial="sampled with ...", steps=steps, gamma=gamma, w=w) for steps, gamma, w
+            in [(16, 0.0, 3.0), (16, 2.0, 3.0), (16, 8.0, 3.0), (16, 2.0, 5.0), (4, 0.0, 3.0), (4, 2.0, 3.0)]]
+    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(pictures, "HERE", tmp_path)
+    monkeypatch.setattr(pictures, "RESULTS", tmp_path / "none.jsonl")
+    pictures.main([str(run)])
+    assert "variety.svg is not drawn" in capsys.readouterr().err and not (tmp_path / "variety.svg").exists()
+    monkeypatch.setattr(pictures, "RESULTS", tmp_path / "results.jsonl")
+    pictures.main([str(run)])
+    losses, variety = ((tmp_path / name).read_text() for name in ("losses.svg", "variety.svg"))
+    assert all(word in losses for word in (f"{run.name}, validation", "MSE of the velocity", "CE of the tokens"))
+    assert all(word in variety for word in ("w 3, 16 steps", "w 5, 16 steps", "ODE by steps", "SDE by steps", "real rows")) and "77" not in variety
+    with pytest.raises(SystemExit, match="log.jsonl: not there, so there is nothing to draw"):
+        pictures.main([str(tmp_path / "nowhere")])
+
+
 def test_how_well_gaps_are_filled(run, docs, scorer, capsys):
     module = importlib.import_module("assets.infill")
     module.main(["--ckpt", str(run), "--scorer", str(docs[0] / "scorer"), "--n", "6", "--steps", "2"])
@@ -1845,7 +1865,7 @@ def test_pairs_of_signatures_and_sentences(pairs_run):
     assert log[-1] < log[0]
 
 
-@pytest.mark.parametrize("text", ["Return the ___ and a list at the end.", "___ every row  and the ___ by ___.", "Build the file ___", "___"])
+@pytest.mark.parametrize("text", ["Return the ___ and a list at the end.", "_____ every row  and the ___ by ___.", "Build the file ___", "___"])
 def test_infilling_keeps_what_is_known_to_the_letter(text, run, capsys):
     outs = []
     for _ in range(2):
@@ -1853,7 +1873,7 @@ def test_infilling_keeps_what_is_known_to_the_letter(text, run, capsys):
         outs.append(capsys.readouterr().out)
     assert outs[0] == outs[1] and len(outs[0].splitlines()) == 3
     for line in outs[0].splitlines():
-        assert re.fullmatch(".*".join(map(re.escape, text.split("___"))), line), line
+        assert re.fullmatch(".*".join(map(re.escape, re.split("___+", text))), line), line
 
 
 def test_gaps_of_every_size_that_has_room(run):
@@ -1870,6 +1890,17 @@ def test_gaps_of_every_size_that_has_room(run):
         row = torch.tensor([[ids[0], other, other, ids[2], other, ids[4], 1, 1]])
         assert torch.allclose(embed(encoder, row, x_mean, x_std, known[3:4])[known[3:4, :, 0]], x[3][known[3, :, 0]], atol=1e-5)
     assert fill(tokenizer, "Return  ___ and ___.", torch.tensor(to_ids(tokenizer, ["the file a list"])[0]), (2, 2)) == "Return  the file and a list."
+
+
+def test_a_gap_is_not_filled_with_the_end_of_the_text(run):
+    """Of the sizes tried, the decode head is surest of one that </s> fills; then that is taken only where every other holds one as well."""
+    settings = load(run)[1]
+    tokenizer, encoder = load_tokenizer(settings["encoder"]), load_encoder(settings["encoder"])
+    word = to_ids(tokenizer, ["file"])[0][0]
+    for second, filled in ((word, "Return file file."), (1, "Return .")):
+        tokens = torch.full((2, 8), 1)
+        tokens[1, 1:3] = torch.tensor([word, second])
+        assert infill(lambda *args, **how: (tokens, torch.tensor([[0.9] * 8, [0.5] * 8])), None, settings, tokenizer, encoder, ["Return ___."], 2, 8) == [filled]
 
 
 def test_training_with_gaps(docs, tmp_path):
@@ -1889,6 +1920,7 @@ def test_training_with_gaps(docs, tmp_path):
     (["--infill", "the " * 50 + "___"], "tokens beside its gaps, and a row of this run has room for 39"),
     (["--infill", "___ " * 8], "--gap 3: for 8 gaps these are more than 1,000 ways to try"),
     (["--infill", "a ___", "--cond", "b"], "--infill: has neither --cond nor --trace"),
+    (["--gap", "2"], "--gap 2: is for --infill, which fills gaps; leave it out"),
     (["--infill", "a ___", "--gap", "0"], "--gap 0: must be between 1 and 64")])
 def test_infill_errors(argv, says, run, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -1942,8 +1974,9 @@ def test_starting_from_weights(run, docs, tmp_path):
     train.main(small(docs[0], tmp_path / "run", *start))
     a, b = load(run)[0].state_dict(), load(tmp_path / "run")[0].state_dict()
     assert all(torch.allclose(a[k], b[k], atol=1e-5) for k in a) and records(tmp_path / "run")[-1]["step"] == 1
-    with pytest.raises(SystemExit, match="init_from = .*: a network of other sizes .*dim 32, here 64"):
+    with pytest.raises(SystemExit, match="init_from = .*: another kind of network .*dim 32, here 64"):
         train.main(small(docs[0], tmp_path / "other", *start, "--dim=64"))
+    assert not (tmp_path / "other").exists()  # a start that was refused leaves nothing
 
 
 def test_released_conditional_weights_know_their_task(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parent))
 import eval  # noqa: E402
+from assets.pictures import pyplot, save  # noqa: E402
 from config import docs  # noqa: E402
 from config.machine import run_program  # noqa: E402
 
@@ -49,13 +50,7 @@ def main(options=None):
 
 
 def draw(figures):
-    try:
-        import matplotlib
-    except ImportError:
-        sys.exit("matplotlib is not installed, and the picture needs it: pip install matplotlib")
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    fig, axes = pyplot().subplots(figsize=(7, 4.5), layout="constrained")
     for name in [*SAMPLERS, "student"]:
         points = [(row["tokens_per_s"], row["gen_ppl"], steps) for (of, steps), row in figures.items() if of == name]
         axes.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", label=name)
@@ -65,7 +60,7 @@ def draw(figures):
     axes.axvline(figures["autoregressive", ""]["tokens_per_s"], linestyle="--", color="gray", label="autoregressive")
     axes.set(xscale="log", yscale="log", xlabel="tokens/s", ylabel="Gen. PPL", title="The numbers are steps")
     axes.legend()
-    fig.savefig(HERE / "few_steps.svg")
+    save(fig, HERE / "few_steps.svg")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ corpus.
 
     python assets/infill.py --ckpt out/docs --preset paper    # options of eval.py; without --preset paper, with the run's own sampler
 """
+import functools
 import random
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ import eval  # noqa: E402
 from checkpoint import load, newest_run  # noqa: E402
 from config.machine import pick_device, ready_to_sample, run_program  # noqa: E402
 from data.encoder import load_encoder, load_tokenizer  # noqa: E402
-from data.infill import GAP  # noqa: E402
-from sample import infill  # noqa: E402
+from data.infill import GAP, infill  # noqa: E402
+from sample import sample_as_trained  # noqa: E402
 
 MOST = 3
 
@@ -44,13 +45,12 @@ def main(argv=None):
     texts = [" ".join(before + hidden + after) for before, hidden, after in cut]
     corpus = " ".join(tokenizer.batch_decode(train.batch(range(len(train)))[0], skip_special_tokens=True)).split()
     ready_to_sample(model, device, 2 * MOST * len(cut) * settings["length"] * how["steps"])
+    run = functools.partial(infill, sample_as_trained, model, settings, tokenizer, encoder, seed=0, **how)
     filled = {
         "as they were": texts,
         "words of the corpus": [" ".join(before + rng.sample(corpus, len(hidden)) + after) for before, hidden, after in cut],
-        "by the run, size known": infill(model, settings, tokenizer, encoder, [" ".join(before + [GAP] * len(hidden) + after)
-                                                                             for before, hidden, after in cut], gap=1, seed=0, **how),
-        "by the run, size unknown": infill(model, settings, tokenizer, encoder, [" ".join(before + [GAP] + after)
-                                                                               for before, _, after in cut], gap=MOST, seed=0, **how)}
+        "by the run, size known": run([" ".join(before + [GAP] * len(hidden) + after) for before, hidden, after in cut], gap=1),
+        "by the run, size unknown": run([" ".join(before + [GAP] + after) for before, _, after in cut], gap=MOST)}
     print(f"{len(cut)} gaps, {how}")
     print("| gaps filled | as they were | Gen. PPL |\n|---|---|---|")
     for name, these in filled.items():

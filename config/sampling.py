@@ -30,7 +30,7 @@ def sample_arguments(argv, doc):
     parser.add_argument("--length", type=int, help="tokens a sample (default: as trained)")
     parser.add_argument("--cond", help="condition: a text, a .txt file of one a line, or a .jsonl file of `input` (and `output`)")
     parser.add_argument("--infill", metavar="TEXT", help="fill each ___ of this text")
-    parser.add_argument("--gap", type=int, default=3, help="with --infill: the most tokens that a gap may have (default 3)")
+    parser.add_argument("--gap", type=int, help="with --infill: the most tokens that a gap may have (default 3)")
     parser.add_argument("--out", help="write the samples to this .jsonl file instead of the terminal")
     parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
     parser.add_argument("--trace", nargs="?", const="", metavar="OUT.html",
@@ -38,6 +38,8 @@ def sample_arguments(argv, doc):
     args = parse(parser, argv)
     if args.infill is not None and (args.cond is not None or args.trace is not None):
         parser.error("--infill: has neither --cond nor --trace")
+    if args.gap is not None and args.infill is None:
+        parser.error(f"--gap {args.gap}: is for --infill, which fills gaps; leave it out")
     return args
 
 

@@ -1,5 +1,6 @@
 """Texts with gaps, "Return the ___ of the array.", as rows whose known tokens are a condition: one for each length that the gaps may have."""
 import itertools
+import re
 import sys
 
 import torch
@@ -7,12 +8,12 @@ import torch
 from data import EOS
 from data.encoder import embed_as_trained, one_line
 
-GAP, STAND_IN = "___", "the"
+GAP, STAND_IN = "___", "the"  # a gap may also be a longer line
 
 
 def known_parts(tokenizer, text):
     """The token ids before, between and after the gaps of a text; SystemExit if it has none, or a word that the tokenizer does not know."""
-    parts = one_line(text).split(GAP)
+    parts = re.split(f"{GAP}_*", one_line(text))
     if len(parts) < 2:
         sys.exit(f"--infill {text!r:.80}: has no gap; write {GAP} where one shall be")
     whole = STAND_IN.join(parts)  # tokenized in one piece, for a tokenizer may join what stands side by side
@@ -54,5 +55,29 @@ def gap_rows(encoder, tokenizer, text, most, L, settings):
 def fill(tokenizer, text, tokens, sizes):
     """The text with the tokens in its gaps, sizes[i] of them in gap i, and all else to the letter."""
     fills = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in tokens.split(list(sizes))]
-    parts = text.split(GAP)
+    parts = re.split(f"{GAP}_*", text)
     return "".join(part + fill for part, fill in zip(parts, [*fills, ""]))
+
+
+def infill(sampler, model, settings, tokenizer, encoder, texts, gap, length=None, **how):
+    """
+    The texts with their gaps filled, by 1 to `gap` tokens each: the known tokens are a condition, which may stand anywhere. All sizes of the
+    gaps are tried side by side, and those kept of which the decode head is surest, without </s> if any are.
+
+    sampler   `sample_as_trained` of sample.py
+    how       what else that takes
+    """
+    length = length or settings["length"]
+    candidates = [gap_rows(encoder, tokenizer, text, gap, length, settings) for text in texts]
+    known, x = (torch.cat(parts) for parts in list(zip(*candidates))[1:])
+    tokens, sure = sampler(model, settings, len(x), length, encode_conditions=lambda rows: (known[rows], x[rows]), **how)
+    done, row = [], 0
+    for text, (sizes, given, _) in zip(texts, candidates):
+        if row + len(sizes) > len(tokens):  # Ctrl-C has cut them
+            break
+        gaps = ~given[..., 0].cpu()
+        filled = [tokens[row + i][gaps[i]] for i in range(len(sizes))]
+        best = max(range(len(sizes)), key=lambda i: (EOS not in filled[i], sure[row + i][gaps[i]].log().mean()))
+        done.append(fill(tokenizer, text, filled[best], sizes[best]))
+        row += len(sizes)
+    return done

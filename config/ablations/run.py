@@ -2,7 +2,8 @@
 The ablations of this folder: trains each at equal compute, scores it, and prints the table of README.md.
 
     python config/ablations/run.py                      # all of them: hours on 2 CPU cores
-    python config/ablations/run.py predict_v adamw      # some; `samplers` are those that need no training but the base's
+    python config/ablations/run.py predict_v adamw      # some
+    python config/ablations/run.py samplers             # those of the sampler, with the default run, out/docs: minutes
 
 Runs lie in out/ablations, where each goes on as any run does; figures are collected in out/ablations/results.jsonl, and the table has all
 that are there.
@@ -16,15 +17,18 @@ HERE = Path(__file__).absolute().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 import eval  # noqa: E402
+from config.ablations import encoders  # noqa: E402
 from config.machine import run_program  # noqa: E402
 
 OUT = ROOT / "out" / "ablations"
 SAMPLER = ["--scorer", "data/docs/scorer", "--preset", "paper", "--schedule", "quantile", "--steps", "16"]  # for all: SDE, gamma 2, w 3
 TRAINED = {file.stem: [[]] for file in sorted(HERE.glob("*.py")) if file.stem not in ("run", "encoders")}
-TRAINED["base"] = [[], ["--seed=1"], ["--seed=2"], ["--lr=0.004"], ["--lr=0.016"]]
-TRAINED["adamw"] = [[], ["--lr=0.001"], ["--lr=0.004"]]
-SAMPLED = [["--w", w] for w in "1235"] + [["--gamma", gamma] for gamma in "0148"]
-SAMPLED += [["--steps", steps, "--gamma", gamma] for steps in ("4", "8", "32") for gamma in ("0", "1.5" if steps == "32" else "2")]
+TRAINED["base"] += [["--lr=0.004"], ["--lr=0.016"]]
+TRAINED["adamw"] += [["--lr=0.001"], ["--lr=0.004"]]
+for name in ("base", "adamw", "predict_v", "bottleneck_16", "bottleneck_32", "dim_128", "dim_384"):  # where one run says too little
+    TRAINED[name] += [["--seed=1"], ["--seed=2"]]
+SAMPLED = [["--w", w, "--gamma", gamma] for w in "135" for gamma in "01248"]
+SAMPLED += [["--steps", steps, "--gamma", gamma] for steps in ("4", "8", "32") for gamma in "02"]
 SAMPLED += [["--schedule", schedule] for schedule in ("logit-normal", "uniform")]
 COLUMNS = dict(val_mse="{:.3f}", val_ce="{:.3f}", gen_ppl="{:.1f}", entropy="{:.3f}", distinct1="{:.3f}", invented="{:.3f}")
 
@@ -40,6 +44,7 @@ def train(name, options):
 
 
 def keep(trial, figures):
+    OUT.mkdir(parents=True, exist_ok=True)
     with open(OUT / "results.jsonl", "a") as f:
         f.write(json.dumps(dict(trial=trial) | figures) + "\n")
 
@@ -56,12 +61,14 @@ def main(argv=None):
     if unknown := [name for name in asked if name not in TRAINED and name != "samplers"]:
         sys.exit(f"{unknown[0]}: no such ablation; there are: samplers, {', '.join(TRAINED)}")
     for name in dict.fromkeys(asked):
+        if name.startswith("encoder_") and not (ROOT / "data/ablations/half/meta.json").is_file():
+            encoders.main()
         for options in TRAINED.get(name, []):
             run, losses = train(name, options)
             keep(run, eval.main(["--ckpt", f"out/ablations/{run}", "--n", "464", "--seeds", "3", *SAMPLER]) | losses)
         for options in SAMPLED if name == "samplers" else []:
-            figures = eval.main(["--ckpt", "out/ablations/base", "--n", "464", "--seeds", "3", *SAMPLER, *options])
-            keep("base, sampled with " + " ".join(options), figures)
+            figures = eval.main(["--ckpt", "out/docs", "--n", "464", "--seeds", "3", *SAMPLER, *options])
+            keep("sampled with " + " ".join(options), figures)
     print_table()
 
 

@@ -1,0 +1,90 @@
+"""
+Pictures of what runs leave behind, drawn beside this file: losses.svg, of their log.jsonl, and variety.svg, Gen. PPL against variety as the
+sampler changes, of what config/ablations/run.py collects.
+
+    python assets/pictures.py                       # losses of out/docs; variety, once `python config/ablations/run.py samplers` has run
+    python assets/pictures.py out/docs out/mine     # losses of these runs
+"""
+import json
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).absolute().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+from config.machine import run_program  # noqa: E402
+
+RESULTS = ROOT / "out" / "ablations" / "results.jsonl"
+
+
+def pyplot():
+    """matplotlib's, for drawing to files; SystemExit if it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("matplotlib is not installed, and pictures need it: pip install matplotlib")
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "elf"})  # letters stay letters, and the same picture the same file
+    import matplotlib.pyplot as plt
+    return plt
+
+
+def save(fig, path):
+    fig.savefig(path, metadata={"Date": None})
+    print(path, file=sys.stderr)
+
+
+def read_lines(path):
+    """The records of a .jsonl file; SystemExit if it is not there."""
+    if not path.is_file():
+        sys.exit(f"{path}: not there, so there is nothing to draw")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def draw_losses(runs, window=10):
+    """Of each run MSE and CE over the steps: a line for training, the mean of `window` entries of the log; dots for validation rows."""
+    logs = {os.path.basename(os.path.normpath(run)): read_lines(Path(run) / "log.jsonl") for run in runs}
+    fig, panels = pyplot().subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    for axes, loss, title in zip(panels, ("mse", "ce"), ("MSE of the velocity", "CE of the tokens")):
+        for name, log in logs.items():
+            trained = [(entry["step"], entry[loss]) for entry in log if loss in entry]
+            parts = [trained[i:i + window] for i in range(0, len(trained), window)]
+            [line] = axes.plot(*zip(*([sum(values) / len(part) for values in zip(*part)] for part in parts)), label=name)
+            validated = [(entry["step"], entry[f"val_{loss}"]) for entry in log if f"val_{loss}" in entry]
+            axes.plot(*zip(*validated), "o", color=line.get_color(), label=f"{name}, validation, averaged weights")
+        axes.set(title=title, xlabel="step", yscale="log")
+    panels[0].legend()
+    save(fig, HERE / "losses.svg")
+
+
+def draw_variety(rows):
+    """Gen. PPL against distinct words, both relative to real rows: a line for each w, along gamma; ODE and SDE along the steps."""
+    lines = {}
+    for row in rows:
+        if row["schedule"] == "quantile" and row["steps"] == 16:
+            lines.setdefault(("gamma", f"w {row['w']:g}, 16 steps, by γ (0: ODE)"), {})[row["gamma"]] = row
+        if row["schedule"] == "quantile" and row["w"] == 3 and row["gamma"] in (0, 2):
+            lines.setdefault(("steps", "ODE by steps" if row["gamma"] == 0 else "SDE by steps"), {})[row["steps"]] = row
+    fig, axes = pyplot().subplots(figsize=(7, 4.5), layout="constrained")
+    for (by, label), points in lines.items():
+        xy = [(row["distinct1"] / row["real_distinct1"], row["gen_ppl"] / row["real_gen_ppl"]) for _, row in sorted(points.items())]
+        axes.plot(*zip(*xy), "o-" if by == "gamma" else "s--", label=label)
+        for number, place in zip(sorted(points), xy):
+            axes.annotate(f"{number:g}", place, textcoords="offset points", xytext=(4, 4), fontsize=8)
+    axes.plot(1, 1, "*", color="black", markersize=12, label="real rows")
+    axes.set(xlabel="distinct words, of real rows'", ylabel="Gen. PPL, of real rows'", yscale="log")
+    axes.legend()
+    save(fig, HERE / "variety.svg")
+
+
+def main(argv=None):
+    draw_losses((sys.argv[1:] if argv is None else argv) or [ROOT / "out" / "docs"])
+    if RESULTS.is_file():
+        draw_variety([row for row in read_lines(RESULTS) if row["trial"].startswith("sampled with")])
+    else:
+        print(f"{RESULTS}: not there, so variety.svg is not drawn; first: python config/ablations/run.py samplers", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_program(main)
