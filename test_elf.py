@@ -1080,8 +1080,9 @@ def test_pictures_of_losses_and_variety(run, monkeypatch, capsys, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     pictures = importlib.import_module("assets.pictures")
     trial = dict(schedule="quantile", distinct1=0.1, real_distinct1=0.2, gen_ppl=60.0, real_gen_ppl=40.0)
-    rows = [trial | dict(trial="base", steps=16, gamma=77.0, w=3.0)] + [trial | dict(trial="sampled with ...", steps=steps, gamma=gamma, w=w) for steps, gamma, w
-            in [(16, 0.0, 3.0), (16, 2.0, 3.0), (16, 8.0, 3.0), (16, 2.0, 5.0), (4, 0.0, 3.0), (4, 2.0, 3.0)]]
+    sampled = [(16, 0.0, 3.0), (16, 2.0, 3.0), (16, 8.0, 3.0), (16, 2.0, 5.0), (4, 0.0, 3.0), (4, 2.0, 3.0)]
+    rows = [trial | dict(trial="base", steps=16, gamma=77.0, w=3.0)]
+    rows += [trial | dict(trial="sampled with ...", steps=steps, gamma=gamma, w=w) for steps, gamma, w in sampled]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(pictures, "HERE", tmp_path)
     monkeypatch.setattr(pictures, "RESULTS", tmp_path / "none.jsonl")
@@ -1091,7 +1092,7 @@ def test_pictures_of_losses_and_variety(run, monkeypatch, capsys, tmp_path):
     pictures.main([str(run)])
     losses, variety = ((tmp_path / name).read_text() for name in ("losses.svg", "variety.svg"))
     assert all(word in losses for word in (f"{run.name}, validation", "MSE of the velocity", "CE of the tokens"))
-    assert all(word in variety for word in ("w 3, 16 steps", "w 5, 16 steps", "ODE by steps", "SDE by steps", "real rows")) and "77" not in variety
+    assert all(word in variety for word in ("w 3, 16 steps", "w 5, 16 steps", "ODE by steps", "SDE by steps", "real rows")) and ">77<" not in variety
     with pytest.raises(SystemExit, match="log.jsonl: not there, so there is nothing to draw"):
         pictures.main([str(tmp_path / "nowhere")])
 
@@ -1301,19 +1302,30 @@ def test_pages_point_at_the_right_lines(page, up, least):
 LESSON_PATCHES = re.findall(r"```diff\n(.*?)```", (ROOT / "assets/lesson.md").read_text(), re.DOTALL)
 
 
+def imported(path):
+    spec = importlib.util.spec_from_file_location("patched", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize("patch", LESSON_PATCHES, ids=range(2, 2 + len(LESSON_PATCHES)))
 def test_the_lessons_solutions_apply_and_run(patch, golden, tmp_path):
-    shutil.copyfile(ROOT / "sample.py", tmp_path / "sample.py")
+    for file in ("sample.py", "train.py"):
+        shutil.copyfile(ROOT / file, tmp_path / file)
     subprocess.run(["git", "apply", "-"], input=patch, text=True, cwd=tmp_path, check=True)
-    spec = importlib.util.spec_from_file_location("patched", tmp_path / "sample.py")
-    patched = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(patched)
-    calls = []
-    hook = golden.register_forward_hook(lambda *_: calls.append(1))
+    patched, trainer = (imported(tmp_path / file) for file in ("sample.py", "train.py"))
+    guesses = []
+    hook = golden.register_forward_pre_hook(lambda _, args: guesses.append(args[1].clone()))
     ids, sure = patched.sample(golden, 2, L, steps=4, gamma=2.0)
+    assert len(LESSON_PATCHES) == 4 and len(patch.splitlines()) <= 20 and ids.shape == (2, L)
+    assert len(guesses) == (9 if patch == LESSON_PATCHES[0] else 5) and not torch.equal(sure, sample(golden, 2, L, steps=4, gamma=2.0)[1])
+    x, rows = torch.randn(3, L, E, generator=seeded(0)), (slice(0, 1), slice(1, 2), slice(2, 3))
+    trainer.losses(golden, x, torch.zeros(3, L, dtype=torch.long), torch.zeros(3, L, 1, dtype=torch.bool), rows,
+                   **train.draw(3, L, E, 1, Config(), seeded(1)), noise_scale=2.0, decode_noise=5.0)
     hook.remove()
-    assert len(LESSON_PATCHES) == 3 and len(patch.splitlines()) <= 20 and ids.shape == (2, L)
-    assert len(calls) == (9 if patch == LESSON_PATCHES[0] else 5) and not torch.equal(sure, sample(golden, 2, L, steps=4, gamma=2.0)[1])
+    shown = [bool((guess != 0).any()) for guess in guesses]  # whether the network saw a guess: in sampling's second pass, in training's last
+    assert shown[1] == shown[-1] == (patch != LESSON_PATCHES[3])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
