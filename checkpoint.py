@@ -71,7 +71,7 @@ def newest_run():
 
 
 def find_checkpoints(source):
-    """The checkpoint files that `source` may mean, the first that can be read: itself, those of that run folder or Hugging Face repo."""
+    """The checkpoint files that `source` stands for, the newest first: itself, or those of that run folder or Hugging Face repo."""
     path = Path(source)
     path = path if path.exists() else ROOT / path  # as `python train.py` says it: out/docs
     if path.is_dir():

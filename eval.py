@@ -3,7 +3,7 @@ Scores generated text: Gen. PPL and entropy as in Tab. 6 and 7, repetition, copy
 
     python eval.py samples.jsonl                      # what sample.py --out wrote
     python eval.py --ckpt out/docs --seeds 3          # samples with three seeds and scores: mean ± standard error
-    python eval.py --ckpt out/docs --real 1000        # real validation rows, scored the same way
+    python eval.py --ckpt out/docs --real 464         # real validation rows, scored the same way
     python eval.py --ckpt out/docs --ar               # the scorer writes instead: an autoregressive yardstick
 
 Prints a table and appends one line to results.jsonl.
@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Callable
 
-from config import ROOT, sampling  # before torch: it says how its threads wait
+from config import ROOT, sampling  # first: it sets how torch's threads wait
 
 import numpy as np
 import torch
@@ -207,7 +207,7 @@ def taken_up(conditions, texts):
 
 
 def sampled_texts(model, settings, tokenizer, val, n, seed, how):
-    """n samples of a run, with figures of their making: the speed; and where validation rows give their conditions, how they heed them."""
+    """n samples of a run, and their speed; with conditions, which are those of validation rows, also how well they fit these."""
     given, references = {}, None
     if settings.get("cond_length"):
         conditions, references = validation_texts(val, tokenizer, n, seed)
@@ -220,6 +220,31 @@ def sampled_texts(model, settings, tokenizer, val, n, seed, how):
     if references:
         figures |= bleu_rouge(texts, references) | dict(taken_up=taken_up(tokenizer.batch_decode(given["conditions"]), texts))
     return texts, figures
+
+
+def scored_texts(args, model, settings, tokenizer, scorer, items, val, how, seed):
+    """The texts to score, their token ids where the scorer wrote them, and figures that come with them."""
+    if args.ar:
+        start = time.time()
+        rows = write_autoregressively(scorer, args.n, seed)
+        return load_tokenizer(scorer.name).batch_decode(rows), rows, dict(tokens_per_s=sum(map(len, rows)) / (time.time() - start))
+    if items:
+        paired = [(item["text"], item["reference"]) for item in items if item.get("reference") is not None]
+        return [item["text"] for item in items], None, bleu_rouge(*zip(*paired)) | dict(references=len(paired)) if paired else {}
+    if args.real:
+        return validation_texts(val, tokenizer, args.real, seed)[1], None, {}
+    texts, figures = sampled_texts(model, settings, tokenizer, val, args.n, seed, how)
+    return texts, None, figures
+
+
+def real_figures(n, settings, tokenizer, scorer, train, val, known):
+    """The column beside the table, of n real validation rows: what "as good as the data" would be, and how good the scorer is."""
+    conditions, texts = validation_texts(val, tokenizer, n, 0)
+    figures = score(texts, scorer, tokenizer, train, known)
+    if settings.get("cond_length"):  # and the texts of other rows, to tell what chance takes up
+        conditions = tokenizer.batch_decode(conditions)
+        figures |= dict(taken_up=taken_up(conditions, texts), taken_by_chance=taken_up(conditions, texts[1:] + texts[:1]))
+    return figures
 
 
 def print_table(results, beside):
@@ -245,7 +270,7 @@ def open_rows(data, length, cond_length):
 
 
 def scorer_name(given, data):
-    """The scorer to use for a run on the folder `data`, or None: the one given, the data's own, that of data/docs, or the paper's."""
+    """The scorer for a run on the folder `data` (None: not known): the one given, else the data's own, that of data/docs, or the paper's."""
     own = f"{data}/scorer"
     default = "data/docs/scorer" if (data or "").startswith("data/docs") else "gpt2-large"
     name = given or (own if data and (ROOT / own).is_dir() else default)
@@ -275,35 +300,19 @@ def main(argv=None):
             print(f"{data}: not the data that the run was trained on ({meta['fingerprint']}, and not {settings['fingerprint']}): what is said of "
                   "copying and of real rows is about these", file=sys.stderr)
     if (args.real or model and settings.get("cond_length")) and (val is None or (args.real or 1) > len(val) // 2):
-        sys.exit(f"--real {args.real}: {data or source} has {len(val or []) // 2} odd validation rows here (the even ones chose the settings)")
+        asked = f"--real {args.real} validation rows" if args.real else f"{source}: writes from the conditions of validation rows"
+        sys.exit(f"{asked}: {data or source} has {len(val or []) // 2} odd ones here (the even ones chose the settings)")
 
     known = known_words(train, tokenizer) if train is not None else None
     if model and not (args.ar or args.real):
         ready_to_sample(model, device, args.n * args.seeds * settings["length"] * how["steps"])
     results = []
     for seed in range(args.seeds):
-        rows, figures = None, {}
-        if args.ar:
-            start = time.time()
-            rows = write_autoregressively(scorer, args.n, seed)
-            texts, figures = load_tokenizer(scorer.name).batch_decode(rows), dict(tokens_per_s=sum(map(len, rows)) / (time.time() - start))
-        elif items:
-            texts = [item["text"] for item in items]
-            paired = [(item["text"], item["reference"]) for item in items if item.get("reference") is not None]
-            figures = bleu_rouge(*zip(*paired)) | dict(references=len(paired)) if paired else {}
-        elif args.real:
-            _, texts = validation_texts(val, tokenizer, args.real, seed)
-        else:
-            texts, figures = sampled_texts(model, settings, tokenizer, val, args.n, seed, how)
+        texts, rows, figures = scored_texts(args, model, settings, tokenizer, scorer, items, val, how, seed)
         results.append(score(texts, scorer, tokenizer, train, known, rows) | figures)
-    # beside them, real rows: what "as good as the data" would be, and how good the scorer is
     beside = {}
     if val is not None and not args.real:
-        conditions, texts = validation_texts(val, tokenizer, results[0]["samples"], 0)
-        beside = score(texts, scorer, tokenizer, train, known)
-        if settings.get("cond_length"):  # and the texts of other rows, to tell what chance takes up
-            conditions = tokenizer.batch_decode(conditions)
-            beside |= dict(taken_up=taken_up(conditions, texts), taken_by_chance=taken_up(conditions, texts[1:] + texts[:1]))
+        beside = real_figures(results[0]["samples"], settings, tokenizer, scorer, train, val, known)
 
     what = dict(source=source, scorer=scorer.name)
     what |= dict(ar=True) if args.ar else dict(real=args.real) if args.real else {} if items else how | dict(n=args.n)

@@ -2,7 +2,7 @@
 The ELF network: one transformer that denoises embeddings and, at the last step, reads tokens off them.
 
 Notable choices:
-- the input is a noisy embedding z and the previous guess x_sc, squeezed through a bottleneck (128 channels; 64 in the default run)
+- the input, a noisy embedding z beside the previous guess x_sc, passes a bottleneck: 128 of E = 512 channels (64 of 64 in the default run)
 - time t, guidance scale w and the mode (denoise or decode) enter as 12 tokens before the text
 - full bidirectional attention, no mask: padding is ordinary text made of </s>
 - rotary positions on the text only, RMSNorm on q and k, SwiGLU
@@ -71,9 +71,9 @@ class Control(nn.Module):
         self.tokens = nn.Parameter(0.02 * torch.randn(1, 4, dim))
         self.mlp = nn.Sequential(nn.Linear(256, dim), nn.SiLU(), nn.Linear(dim, dim))
 
-    def forward(self, s):
-        f = 10000 ** (-torch.arange(128, device=s.device) / 128)
-        angle = s[:, None] * f
+    def forward(self, scalar):
+        f = 10000 ** (-torch.arange(128, device=scalar.device) / 128)
+        angle = scalar[:, None] * f
         return self.tokens + self.mlp(torch.cat([angle.cos(), angle.sin()], dim=-1))[:, None]
 
 
@@ -165,7 +165,7 @@ class ELF(nn.Module):
         """
         One pass for both branches of Alg. 1: the first n_decode rows decode, the others denoise.
 
-        z         (B, L, E)  noisy embeddings; at t = 1 of about mean 0 and deviation 1
+        z         (B, L, E)  noisy embeddings: z_t or, on decode rows, z~; clean ones have mean 0, deviation 1
         x_sc      (B, L, E)  self-condition: an earlier x_pred, or 0
         t         (B,)       time in [0, 1]; 1 on decode rows
         w         (B,)       guidance scale, trained on [0.5, 5]

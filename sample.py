@@ -13,7 +13,7 @@ import os
 import sys
 import time
 
-from config import sampling  # before torch: it says how its threads wait
+from config import sampling  # first: it sets how torch's threads wait
 
 import torch
 
@@ -27,7 +27,7 @@ from model import velocity
 
 
 def time_grid(steps, schedule="logit-normal", seed=0, t_mean=-1.5, t_std=0.8):
-    """Times from 0 to 1, (steps + 1,): between them sorted draws of sigmoid(N(t_mean, t_std^2)), or its quantiles; or evenly spaced."""
+    """Times from 0 to 1, (steps + 1,). logit-normal: sorted draws of sigmoid(N(t_mean, t_std^2)); quantile: its quantiles; uniform: even."""
     if schedule == "uniform":
         return torch.linspace(0, 1, steps + 1)
     normal = torch.randn(steps - 1, generator=seeded(seed)) if schedule == "logit-normal" else torch.special.ndtri(torch.arange(1, steps) / steps)
@@ -57,14 +57,14 @@ def flow(model, z, grid, noise, gamma, w, cond_mask=None, x_cond=None, cfg=1.0, 
             alpha = (1 - gamma * (1 - t) ** gamma_power * (t_next - t)).clamp(0, 1)
             z = with_condition(alpha * z + (1 - alpha) * noise(), cond_mask, x_cond)
             t = alpha * t
-        x_pred = predict(model, z, x_sc, t, w, cond_mask, cfg)
+        x_pred = predict_x(model, z, x_sc, t, w, cond_mask, cfg)
         z = with_condition(z + (t_next - t) * velocity(x_pred, z, t), cond_mask, x_cond)    # Euler
         x_sc = with_condition(x_pred, cond_mask, x_cond)
         yield t, z, x_sc
 
 
-def predict(model, z, x_sc, t, w, cond_mask, cfg):
-    """x_pred (B, L, E) at time t. With input CFG each row runs with and without its condition, and cfg extrapolates from the second."""
+def predict_x(model, z, x_sc, t, w, cond_mask, cfg):
+    """x_pred (B, L, E) at time t. Where cfg is not 1, each row runs with and without its condition, and cfg leads from the second past the first."""
     use_cfg = cond_mask is not None and cfg != 1
     if use_cfg:
         z, x_sc = (torch.cat([y, torch.where(cond_mask, 0.0, y)]) for y in (z, x_sc))
@@ -81,8 +81,8 @@ def with_condition(y, cond_mask, x_cond):
 
 def decode(model, z, w):
     """
-    Embeddings (B, L, E) -> the likeliest tokens (B, L) and their probabilities: mode on, t = 1, x_sc = 0. In slices, for logits are (L, V) a
-    row.
+    Embeddings (B, L, E) -> the likeliest tokens (B, L) and their probabilities: mode on, t = 1, x_sc = 0. In slices, since logits
+    take L x V numbers a row.
     """
     tokens, sure = [], []
     for part in z.split(max(1, 2**27 // (z.shape[1] * model.config.vocab_size))):
@@ -186,7 +186,8 @@ def main(argv=None):
     n_cond = list(map(len, given.get("conditions", [[]] * len(records))))
     trace = Trace(functools.partial(decode, model, w=used["w"]), tokenizer, n_cond, args.trace) if args.trace is not None else None
     quiet = args.trace == "" and sys.stdout.isatty()  # the trace has the terminal to itself
-    write, start = sample_texts if args.infill is None else functools.partial(infill, sample_as_trained), time.time()
+    write = sample_texts if args.infill is None else functools.partial(infill, sample_as_trained)
+    start = time.time()
     texts = write(model, settings, tokenizer, length=length, **given, **used, quiet=quiet, on_step=trace, keep_part=True)
     seconds = time.time() - start
     print(f"{len(texts) * length / seconds:,.0f} tokens/s, {1000 * seconds / used['steps']:.1f} ms a step", file=sys.stderr)

@@ -468,6 +468,26 @@ def test_each_ablation_builds_and_takes_two_steps(name, docs, tmp_path):
     assert newest(tmp_path / name)["step"] == 2 and load(tmp_path / name)[0].config.predict == own.predict
 
 
+def test_running_the_ablations(monkeypatch, capsys, tmp_path):
+    """Those asked for are trained, scored and kept, and the table has all that were kept; mistakes are found before anything is trained."""
+    run, trained = importlib.import_module("config.ablations.run"), []
+    monkeypatch.setattr(run, "OUT", tmp_path / "ablations")
+    monkeypatch.setattr(run, "train", lambda name, options: (trained.append((name, options)), ("_".join([name, *options]), dict(val_mse=0.5)))[1])
+    monkeypatch.setattr(run.eval, "main", lambda argv: dict(gen_ppl=40.0 if "out/docs" in argv else 60.0, distinct1=0.1))
+    monkeypatch.setattr(run.eval, "ROOT", tmp_path)
+    for name, says in dict(predict_w="no such ablation; there are: samplers, adamw", predict_v="data/docs/scorer: not there; make it").items():
+        with pytest.raises(SystemExit, match=says):
+            run.main([name])
+    (tmp_path / "data/docs/scorer").mkdir(parents=True)
+    run.main(["predict_v"])
+    assert trained == [("predict_v", []), ("predict_v", ["--seed=1"]), ("predict_v", ["--seed=2"])]
+    capsys.readouterr()
+    run.main(["samplers"])
+    table = capsys.readouterr().out.splitlines()
+    assert len(trained) == 3 and len(table) == 2 + 3 + 23 and " | predict_v | 0.500 |  | 60.0 |  | 0.100 |  | " in table
+    assert " | sampled with --w 5 --gamma 8 |  |  | 40.0 |  | 0.100 |  | " in table
+
+
 def test_other_embeddings_for_the_ablations(docs, tmp_path, monkeypatch):
     """Tables of no layers, and a half-trained encoder, as data folders that train.py takes."""
     encoders = importlib.import_module("config.ablations.encoders")
@@ -1912,7 +1932,8 @@ def test_a_gap_is_not_filled_with_the_end_of_the_text(run):
     for second, filled in ((word, "Return file file."), (1, "Return .")):
         tokens = torch.full((2, 8), 1)
         tokens[1, 1:3] = torch.tensor([word, second])
-        assert infill(lambda *args, **how: (tokens, torch.tensor([[0.9] * 8, [0.5] * 8])), None, settings, tokenizer, encoder, ["Return ___."], 2, 8) == [filled]
+        sure = torch.tensor([[0.9] * 8, [0.5] * 8])
+        assert infill(lambda *_, **how: (tokens, sure), None, settings, tokenizer, encoder, ["Return ___."], 2, 8) == [filled]
 
 
 def test_training_with_gaps(docs, tmp_path):

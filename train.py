@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 
-from config import ROOT, configure, sampling  # before torch: it says how its threads wait
+from config import ROOT, configure, sampling  # first: it sets how torch's threads wait
 
 import numpy as np
 import torch
@@ -47,8 +47,8 @@ def split_rows(B, config):
 
 def draw(B, L, E, n_decode, config, rng):
     """
-    Everything random in a micro-batch but `drop`: t (B,), w (B,), eps (B, L, E) at unit scale, p (n_decode, L, 1); for a student also
-    times (B, K + 1), the teacher's within the student's step, which begins at t.
+    What is random in a micro-batch, but for dropped conditions and gaps: t (B,), w (B,), eps (B, L, E) at unit scale, p (n_decode, L, 1). For
+    a student also times (B, K + 1): of the teacher's K = teacher_substeps steps from t, where the student's step begins, to its end.
     """
     how = dict(generator=rng, device=rng.device)
     w = (1 + config.w_min) * ((1 + config.w_max) / (1 + config.w_min)) ** torch.rand(B, **how) - 1    # log-uniform in 1 + w
@@ -95,15 +95,15 @@ def losses(model, x, ids, cond_mask, kinds, t, w, eps, p, noise_scale, decode_no
     """
     dec, sc, plain = kinds
     den = slice(sc.start, plain.stop)                                                       # denoise: sc and plain
-    t = torch.cat([torch.ones_like(t[dec]), t[den]])
+    t = torch.cat([torch.ones_like(t[dec]), t[den]])                                        # decode rows are at t = 1
     t3 = t[:, None, None]                                                                   # broadcasts to (B, L, E)
     z_dec = p * x[dec] + (1 - p) * decode_noise * eps[dec]                                  # Alg. 4: each token its own p
     z_den = t3[den] * x[den] + (1 - t3[den]) * noise_scale * eps[den]                       # Alg. 3: each row its own t
-    z = torch.cat([z_dec, torch.where(cond_mask[den], x[den], z_den)])                      # denoising keeps a condition clean in z
-    x_sc = torch.where(cond_mask, x, 0.0)                                                   # and in x_sc,
-    x_sc[dec] = 0.0                                                                         # which decoding does without
+    z = torch.cat([z_dec, torch.where(cond_mask[den], x[den], z_den)])                      # a condition stays clean in z
+    x_sc = torch.where(cond_mask, x, 0.0)                                                   # and in x_sc
+    x_sc[dec] = 0.0                                                                         # decode rows have no x_sc
 
-    guesser = teacher or getattr(model, "module", model)                                    # past DDP: no backward belongs to it
+    guesser = teacher or getattr(model, "module", model)                                    # without DDP's wrapper: no backward follows
     with torch.no_grad():
         x_u = guesser(z[sc], x_sc[sc], t[sc], w[sc])[0].float()                             # Alg. 3: a first guess, without x_sc
     x_sc[sc] = torch.where(cond_mask[sc], x[sc], x_u)
@@ -217,7 +217,7 @@ class Muon(torch.optim.Optimizer):
         for number, (shape, same) in enumerate(groupby(sorted(params, key=attrgetter("shape")), key=attrgetter("shape"))):
             same = list(same)
             stacked = torch.stack([param.grad.to(self.dtype) for param in same])
-            mine = slice((rank() + number) % world_size(), None, world_size())  # those of no like go round
+            mine = slice((rank() + number) % world_size(), None, world_size())  # shifted by number: single matrices go round
             updates = orthogonal(stacked[mine])
             if world_size() > 1:
                 stacked.zero_()[mine] = updates

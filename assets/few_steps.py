@@ -16,11 +16,11 @@ from config import docs  # noqa: E402
 from config.machine import run_program  # noqa: E402
 
 BASE, STUDENT = "out/docs", "out/docs_pd_{}"
-PAPER = ["--preset", "paper", "--schedule", "quantile"]
+AS_PAPER = ["--preset", "paper", "--schedule", "quantile"]
 SAMPLERS = {
-    "ODE": lambda steps: [*PAPER, "--gamma", "0"],
-    "ODE, T 0.6": lambda steps: [*PAPER, "--gamma", "0", "--temperature", "0.6"],
-    "SDE": lambda steps: PAPER,
+    "ODE": lambda steps: [*AS_PAPER, "--gamma", "0"],
+    "ODE, T 0.6": lambda steps: [*AS_PAPER, "--gamma", "0", "--temperature", "0.6"],
+    "SDE": lambda steps: AS_PAPER,
     "annealed": lambda steps: ["--gamma", str(docs.sample_gamma * steps / 32)],  # what counts is gamma times the step
 }
 STEPS = [64, 32, 16, 8, 4, 2, 1]

@@ -1,7 +1,7 @@
 """
 The settings of a run: their defaults, and how a config file and then `--key=value` change them.
 
-A config file is plain Python that assigns to some of the names below; config/docs.py is the shortest to read.
+A config file is plain Python that assigns to some of the names below; config/docs.py is the default, config/owt_b.py the paper's.
 """
 import difflib
 import os
@@ -25,9 +25,9 @@ class Config:
     out: str = "out"
     data: str = "data/docs"        # a folder with train.bin, val.bin and meta.json
     prepare: str = ""              # the script that makes that folder, run when it is missing
-    encoder: str = "t5-small"      # folder or Hugging Face repo id of the frozen T5; its tokenizer lies beside it
+    encoder: str = "t5-small"      # folder or Hugging Face repo id of the frozen T5; its tokenizer is in the same place
     length: int = 1024             # L, tokens a row
-    cond_length: int = 0           # the condition's share of L at most; data of pairs only
+    cond_length: int = 0           # tokens of a row that its condition may take; data of pairs only
     init_from: str = ""            # start from these weights: run, file or Hugging Face repo id
     # the network (Tab. 3)
     depth: int = 12
@@ -40,12 +40,12 @@ class Config:
     self_cond_share: float = 0.4   # of the rows: denoise with self-condition and guidance; the rest: plain denoise
     t_mean: float = -1.5           # time is sigmoid(N(t_mean, t_std^2))
     t_std: float = 0.8
-    noise_scale: float = 2.0
+    noise_scale: float = 2.0       # s of Eq. 1
     w_min: float = 0.5             # guidance scales, log-uniform in 1 + w
     w_max: float = 5.0
-    decode_mean: float = 0.8       # decode rows keep a share sigmoid(N(decode_mean, decode_std^2)) of each embedding
+    decode_mean: float = 0.8       # the share p of x that decode rows keep is sigmoid(N(decode_mean, decode_std^2))
     decode_std: float = 0.8
-    decode_noise: float = 5.0      # 1 for conditional tasks
+    decode_noise: float = 5.0      # s' of Eq. 2; 1 for conditional tasks
     cond_drop: float = 0.1         # of the rows with a condition: it is hidden, so that sampling can guide by it
     gap_share: float = 0.0         # of the rows of text without conditions: all but a random span is given, for sample.py --infill
     # progressive distillation: a student, one of whose steps is many of its teacher's
@@ -107,7 +107,7 @@ class Config:
         return self.compile and (self.steps >= 500 or self.bench > 0 or self.teacher != "")
 
     def micro_batch(self, processes):
-        """Rows that each of them takes at a time."""
+        """How many rows one process takes at a time."""
         if self.batch_size % (processes * self.accum):
             sys.exit(f"batch_size = {self.batch_size}: not a multiple of {processes} processes x accum = {self.accum}")
         return self.batch_size // (processes * self.accum)
@@ -118,10 +118,11 @@ class Config:
 
 
 TYPES = {f.name: f.type for f in fields(Config)}
-CHANGEABLE = {"lr", "warmup", "cooldown", "clip", "ema", "seed"}  # with --change
+# What a resumed run may change: FREE as it likes, CHANGEABLE only with --change. Of data and encoder the fingerprints must stay.
+CHANGEABLE = {"lr", "warmup", "cooldown", "clip", "ema", "seed"}
 FREE = {"name", "out", "data", "encoder", "prepare", "init_from", "steps", "log_interval", "val_interval", "val_rows", "save_interval",
         "save_minutes", "keep", "change", "fresh", "device", "bf16", "compile", "recompute", "bench"}
-FREE |= {name for name in TYPES if name.startswith("sample_")}  # settings that a resumed run may change; of data and encoder the fingerprints count
+FREE |= {name for name in TYPES if name.startswith("sample_")}
 MAY_BE_NEGATIVE = {"t_mean", "decode_mean"}
 MAY_BE_ZERO = {"seed", "warmup", "ema", "t_std", "decode_std", "decode_noise", "cooldown", "cond_length", "cond_drop", "gap_share",
                "student_steps", "teacher_substeps", "sample_gamma", "sample_gamma_power", "sample_cfg", "bench"}

@@ -18,9 +18,11 @@ lr = 0.008           # far above the paper's 0.002: a short run of a small netwo
 warmup = 60
 cooldown = 0.5
 
-sample_gamma = 36.0  # at 32 steps: much noise early, ever less later, more than in training, and at times that chance does not choose:
-sample_gamma_power = 2.0                  # text that is both likely and varied (see README.md here)
-sample_temperature = 1.9    # 2 for more variety and less sense, 1.8 for the reverse
+# At 32 steps: much noise put back early and ever less later, more than in training, at times that chance does not choose.
+# That gives text which is both likely and varied (see README.md here).
+sample_gamma = 36.0
+sample_gamma_power = 2.0
+sample_temperature = 1.9  # 2 for more variety and less sense, 1.8 for the reverse
 sample_schedule = "quantile"
 
 val_interval = 600

@@ -1,7 +1,7 @@
 """The options of sample.py and eval.py. The settings of a sampler that they do not give are the run's own."""
 import argparse
 
-PAPER = dict(steps=32, gamma=1.5, gamma_power=0.0, temperature=1.0, schedule="logit-normal", w=3.0, cfg=1.0)  # if neither option nor run says other
+PAPER = dict(steps=32, gamma=1.5, gamma_power=0.0, temperature=1.0, schedule="logit-normal", w=3.0, cfg=1.0)  # unless option or run says otherwise
 PAPER_PAIRS = PAPER | dict(steps=64, gamma=0.0, w=1.0, cfg=2.0)  # the paper's for text from a condition
 SCHEDULES = ["logit-normal", "quantile", "uniform"]
 RANGES = dict(steps=(1, 10_000), n=(1, 10**7), gamma=(0, 1000), gamma_power=(0, 100), temperature=(0.01, 100), w=(0.01, 100), cfg=(0, 100),
@@ -17,7 +17,7 @@ def sampler_parser(doc):
     parser.add_argument("--w", type=float, help="guidance scale, trained on 0.5 to 5 (default: the run's, else 3)")
     parser.add_argument("--cfg", type=float, help="guidance by the condition; 1 is none (default: the run's, else 1)")
     parser.add_argument("--schedule", choices=SCHEDULES, help="of the times (default: the run's, else logit-normal, drawn at random)")
-    parser.add_argument("--preset", choices=["paper"], help="the paper's settings in place of the run's; the options above go before them")
+    parser.add_argument("--preset", choices=["paper"], help="the paper's settings in place of the run's; the options above override them")
     parser.add_argument("--device", default="auto")
     return parser
 
@@ -32,7 +32,7 @@ def sample_arguments(argv, doc):
     parser.add_argument("--infill", metavar="TEXT", help="fill each ___ of this text")
     parser.add_argument("--gap", type=int, help="with --infill: the most tokens that a gap may have (default 3)")
     parser.add_argument("--out", help="write the samples to this .jsonl file instead of the terminal")
-    parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
+    parser.add_argument("--force", action="store_true", help="overwrite the files of --out and --trace")
     parser.add_argument("--trace", nargs="?", const="", metavar="OUT.html",
                         help="show what x_pred of the first sample decodes to at every step (Fig. 17), or write a page on several")
     args = parse(parser, argv)
@@ -51,7 +51,7 @@ def eval_arguments(argv, doc):
     parser.add_argument("--seeds", type=int, default=1, help="seeds 0, 1, ...: the table gives mean ± standard error")
     parser.add_argument("--real", type=int, metavar="N", help="score N real validation rows of the run's data instead")
     parser.add_argument("--ar", action="store_true", help="the scorer writes the samples; it does not score itself")
-    parser.add_argument("--scorer", help="causal LM: path or repo id (default: data/docs/scorer for runs on data/docs, else gpt2-large)")
+    parser.add_argument("--scorer", help="causal LM: path or repo id (default: the data's own, data/docs/scorer for data/docs*, else gpt2-large)")
     parser.add_argument("--results", default="results.jsonl", help="one line is appended to this file")
     args = parse(parser, argv)
     if bool(args.samples) + bool(args.real) + args.ar > 1 or args.samples and (args.ckpt or args.seeds > 1):

@@ -77,7 +77,8 @@ def one_line(text):
 
 def to_ids(tokenizer, texts):
     """Texts -> lists of token ids. All white space is one space; a "</s>" that stands in a text is spelled like any other text."""
-    return [encoding.ids for encoding in plain(tokenizer).encode_batch_fast([one_line(text) for text in texts], add_special_tokens=False)]
+    encodings = without_special_tokens(tokenizer).encode_batch_fast([one_line(text) for text in texts], add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
 
 def to_text(tokenizer, row, n_cond=0, most=None):
@@ -87,7 +88,7 @@ def to_text(tokenizer, row, n_cond=0, most=None):
 
 
 @functools.lru_cache(maxsize=2)
-def plain(tokenizer):
+def without_special_tokens(tokenizer):
     """
     The tokenizers.Tokenizer inside, without its special tokens. They are also pieces of the vocabulary, where a newline before them lets
     no text match.

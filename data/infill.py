@@ -31,8 +31,10 @@ def known_parts(tokenizer, text):
 
 def gap_rows(encoder, tokenizer, text, most, L, settings):
     """
-    A text with gaps, for every way of giving each 1 to `most` tokens that a row of L has room for: the gaps' sizes (a tuple for each of n rows),
-    which tokens are known (n, L, 1) bool, the </s> after the text too, and their embeddings (n, L, E), which do not see the gaps.
+    A text with gaps as n rows, one for each way to give every gap 1 to `most` tokens that a row of L has room for.
+
+    returns   sizes, the tokens in each gap, a tuple for each row; known (n, L, 1) bool, all but the gaps, also the </s> after the text;
+              embeddings (n, L, E) of the known tokens, which do not see the gaps
     """
     parts = known_parts(tokenizer, text)
     room = L - 1 - sum(map(len, parts))
@@ -56,13 +58,13 @@ def fill(tokenizer, text, tokens, sizes):
     """The text with the tokens in its gaps, sizes[i] of them in gap i, and all else to the letter."""
     fills = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in tokens.split(list(sizes))]
     parts = re.split(f"{GAP}_*", text)
-    return "".join(part + fill for part, fill in zip(parts, [*fills, ""]))
+    return "".join(part + filling for part, filling in zip(parts, [*fills, ""]))
 
 
 def infill(sampler, model, settings, tokenizer, encoder, texts, gap, length=None, **how):
     """
     The texts with their gaps filled, by 1 to `gap` tokens each: the known tokens are a condition, which may stand anywhere. All sizes of the
-    gaps are tried side by side, and those kept of which the decode head is surest, without </s> if any are.
+    gaps are sampled; kept are those of whose tokens the decode head is surest, if possible without </s>.
 
     sampler   `sample_as_trained` of sample.py
     how       what else that takes

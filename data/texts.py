@@ -118,12 +118,12 @@ def refuse_to_overwrite(option, path, force):
 
 
 def write_jsonl(path, found):
-    """All records into path, or none, and then onto the terminal."""
+    """All records into path; if that fails path is left alone, they are printed, and the program ends."""
     write_whole(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in found))
 
 
 def write_whole(path, text):
-    """The text into path, or nothing, and then onto the terminal."""
+    """The text into path; if that fails path is left alone, the text is printed, and the program ends."""
     try:
         with open(f"{path}.tmp", "w", encoding="utf-8") as f:
             f.write(text)

@@ -60,6 +60,7 @@ def main(argv=None):
     asked = (sys.argv[1:] if argv is None else argv) or ["base", *TRAINED, "samplers"]
     if unknown := [name for name in asked if name not in TRAINED and name != "samplers"]:
         sys.exit(f"{unknown[0]}: no such ablation; there are: samplers, {', '.join(TRAINED)}")
+    eval.scorer_name(None, "data/docs")  # that it is missing is found out now, not after a run
     for name in dict.fromkeys(asked):
         if name.startswith("encoder_") and not (ROOT / "data/ablations/half/meta.json").is_file():
             encoders.main()
