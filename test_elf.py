@@ -1112,7 +1112,7 @@ def test_pictures_of_losses_and_variety(run, monkeypatch, capsys, tmp_path):
     pictures.main([str(run)])
     losses, variety = ((tmp_path / name).read_text() for name in ("losses.svg", "variety.svg"))
     assert all(word in losses for word in (f"{run.name}, validation", "MSE of the velocity", "CE of the tokens"))
-    assert all(word in variety for word in ("w 3, 16 steps", "w 5, 16 steps", "ODE by steps", "SDE by steps", "real rows")) and ">77<" not in variety
+    assert all(word in variety for word in ("w = 3, 16 steps", "w = 5, 16 steps", "ODE, w = 3", "SDE, w = 3", "real rows")) and ">77<" not in variety
     with pytest.raises(SystemExit, match="log.jsonl: not there, so there is nothing to draw"):
         pictures.main([str(tmp_path / "nowhere")])
 

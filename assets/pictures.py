@@ -8,6 +8,7 @@ sampler changes, of what config/ablations/run.py collects.
 import json
 import os
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 HERE = Path(__file__).absolute().parent
@@ -30,6 +31,13 @@ def pyplot():
     return plt
 
 
+def plain_numbers(axes):
+    """0.5 and not 5 x 10^-1 at some of the ticks."""
+    axes.yaxis.set_minor_locator(pyplot().LogLocator(subs=(2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+
+
 def save(fig, path):
     fig.savefig(path, metadata={"Date": None})
     print(path, file=sys.stderr)
@@ -50,30 +58,33 @@ def draw_losses(runs, window=10):
         for name, log in logs.items():
             trained = [(entry["step"], entry[loss]) for entry in log if loss in entry]
             parts = [trained[i:i + window] for i in range(0, len(trained), window)]
-            [line] = axes.plot(*zip(*([sum(values) / len(part) for values in zip(*part)] for part in parts)), label=name)
+            [line] = axes.plot(*zip(*([sum(values) / len(part) for values in zip(*part)] for part in parts)), label=f"{name}, training")
             validated = [(entry["step"], entry[f"val_{loss}"]) for entry in log if f"val_{loss}" in entry]
             axes.plot(*zip(*validated), "o", color=line.get_color(), label=f"{name}, validation, averaged weights")
         axes.set(title=title, xlabel="step", yscale="log")
+        plain_numbers(axes)
     panels[0].legend()
     save(fig, HERE / "losses.svg")
 
 
 def draw_variety(rows):
-    """Gen. PPL against distinct words, both relative to real rows: a line for each w, along gamma; ODE and SDE along the steps."""
-    lines = {}
-    for row in rows:
-        if row["schedule"] == "quantile" and row["steps"] == 16:
-            lines.setdefault(("gamma", f"w {row['w']:g}, 16 steps, by γ (0: ODE)"), {})[row["gamma"]] = row
-        if row["schedule"] == "quantile" and row["w"] == 3 and row["gamma"] in (0, 2):
-            lines.setdefault(("steps", "ODE by steps" if row["gamma"] == 0 else "SDE by steps"), {})[row["steps"]] = row
+    """Gen. PPL against distinct words, both relative to real rows: for each w as gamma changes, for ODE and SDE as the steps do."""
+    rows = [row for row in rows if row["schedule"] == "quantile"]
+    lines = {f"w = {w:g}, 16 steps, γ as written": ("gamma", "γ {:g}", [row for row in rows if (row["w"], row["steps"]) == (w, 16)]) for w in (1, 3, 5)}
+    lines |= {f"{name}, w = 3, steps as written": ("steps", "{}", [row for row in rows if (row["w"], row["gamma"]) == (3, gamma)])
+              for name, gamma in dict(ODE=0, SDE=2).items()}
     fig, axes = pyplot().subplots(figsize=(7, 4.5), layout="constrained")
-    for (by, label), points in lines.items():
-        xy = [(row["distinct1"] / row["real_distinct1"], row["gen_ppl"] / row["real_gen_ppl"]) for _, row in sorted(points.items())]
-        axes.plot(*zip(*xy), "o-" if by == "gamma" else "s--", label=label)
-        for number, place in zip(sorted(points), xy):
-            axes.annotate(f"{number:g}", place, textcoords="offset points", xytext=(4, 4), fontsize=8)
+    for label, (key, form, points) in lines.items():
+        points = sorted(points, key=itemgetter(key))
+        places = [(row["distinct1"] / row["real_distinct1"], row["gen_ppl"] / row["real_gen_ppl"]) for row in points]
+        axes.plot(*zip(*places), "o-" if key == "gamma" else "s--", label=label)
+        for row, place in zip(points, places):
+            if key == "steps" or row["w"] == 1:  # of the lines along gamma, which lie close together, the first
+                at = dict(xytext=(6, -9)) if key == "steps" else dict(xytext=(-6, 4), ha="right")
+                axes.annotate(form.format(row[key]), place, textcoords="offset points", fontsize=8, **at)
     axes.plot(1, 1, "*", color="black", markersize=12, label="real rows")
-    axes.set(xlabel="distinct words, of real rows'", ylabel="Gen. PPL, of real rows'", yscale="log")
+    axes.set(xlabel="distinct words, relative to real rows", ylabel="Gen. PPL, relative to real rows", yscale="log")
+    plain_numbers(axes)
     axes.legend()
     save(fig, HERE / "variety.svg")
 
