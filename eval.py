@@ -28,7 +28,7 @@ from checkpoint import load, newest_run
 from config.machine import autocast, pick_device, progress, ready_to_sample, run_program
 from data.encoder import from_pretrained, load_encoder, load_tokenizer, to_ids, to_text
 from data.rows import open_data
-from data.texts import read_samples
+from data.texts import open_to_append, read_samples
 from sample import sample_texts
 
 
@@ -283,7 +283,7 @@ def main(argv=None):
     """Scores as the options in argv say, and returns what it appends to the results; SystemExit with one line if it cannot."""
     args = sampling.eval_arguments(argv, __doc__)
     try:
-        results_file = open(args.results, "a")
+        results_file = open_to_append(args.results)
     except OSError as e:
         sys.exit(f"--results {args.results}: cannot be written ({e.strerror}); name another file")
     device = pick_device(args.device)

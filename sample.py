@@ -190,6 +190,8 @@ def main(argv=None):
     start = time.time()
     texts = write(model, settings, tokenizer, length=length, **given, **used, quiet=quiet, on_step=trace, keep_part=True)
     seconds = time.time() - start
+    if not texts:  # Ctrl-C before the first was whole
+        raise KeyboardInterrupt
     print(f"{len(texts) * length / seconds:,.0f} tokens/s, {1000 * seconds / used['steps']:.1f} ms a step", file=sys.stderr)
     if len(texts) < len(records):
         print(f"interrupted: these are the first {len(texts)} samples of {len(records)}", file=sys.stderr)

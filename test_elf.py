@@ -482,6 +482,8 @@ def test_running_the_ablations(monkeypatch, capsys, tmp_path):
     run.main(["predict_v"])
     assert trained == [("predict_v", []), ("predict_v", ["--seed=1"]), ("predict_v", ["--seed=2"])]
     capsys.readouterr()
+    with open(tmp_path / "ablations/results.jsonl", "a") as f:
+        f.write('{"trial": "cut sh')
     run.main(["samplers"])
     table = capsys.readouterr().out.splitlines()
     assert len(trained) == 3 and len(table) == 2 + 3 + 23 and " | predict_v | 0.500 |  | 60.0 |  | 0.100 |  | " in table
@@ -1096,7 +1098,7 @@ def test_few_steps_compares_every_sampler_at_every_number_of_steps(monkeypatch, 
     assert "<svg" in (tmp_path / "few_steps.svg").read_text()
 
 
-def test_pictures_of_losses_and_variety(run, monkeypatch, capsys, tmp_path):
+def test_pictures_of_losses_and_variety(run, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     pictures = importlib.import_module("assets.pictures")
     trial = dict(schedule="quantile", distinct1=0.1, real_distinct1=0.2, gen_ppl=60.0, real_gen_ppl=40.0)
@@ -1105,16 +1107,26 @@ def test_pictures_of_losses_and_variety(run, monkeypatch, capsys, tmp_path):
     rows += [trial | dict(trial="sampled with ...", steps=steps, gamma=gamma, w=w) for steps, gamma, w in sampled]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(pictures, "HERE", tmp_path)
+    monkeypatch.setattr(pictures, "ROOT", tmp_path)
     monkeypatch.setattr(pictures, "RESULTS", tmp_path / "none.jsonl")
-    pictures.main([str(run)])
-    assert "variety.svg is not drawn" in capsys.readouterr().err and not (tmp_path / "variety.svg").exists()
+    shutil.copytree(run, tmp_path / "out/docs")
+    with pytest.raises(SystemExit, match="none.jsonl: has no samplers yet, so variety.svg is not drawn; first: python config/ablations/run.py"):
+        pictures.main([])
+    assert not (tmp_path / "variety.svg").exists()
     monkeypatch.setattr(pictures, "RESULTS", tmp_path / "results.jsonl")
-    pictures.main([str(run)])
+    pictures.main([])
     losses, variety = ((tmp_path / name).read_text() for name in ("losses.svg", "variety.svg"))
-    assert all(word in losses for word in (f"{run.name}, validation", "MSE of the velocity", "CE of the tokens"))
+    assert all(word in losses for word in ("docs, validation", "MSE of the velocity", "CE of the tokens"))
     assert all(word in variety for word in ("w = 3, 16 steps", "w = 5, 16 steps", "ODE, w = 3", "SDE, w = 3", "real rows")) and ">77<" not in variety
-    with pytest.raises(SystemExit, match="log.jsonl: not there, so there is nothing to draw"):
-        pictures.main([str(tmp_path / "nowhere")])
+    early, empty = tmp_path / "a/run", tmp_path / "b/run"  # one that has not been validated, with a line cut short, and one without a loss
+    for folder, log in ((early, '{"step": 5, "mse": 1.0, "ce": 2.0}\n{"step": 10, "mse"'), (empty, '{"step": 5}\n')):
+        folder.mkdir(parents=True)
+        (folder / "log.jsonl").write_text(log)
+    pictures.main([str(early), str(tmp_path / "out/docs")])
+    assert f"{early}, training" in (early / "losses.svg").read_text() and (tmp_path / "losses.svg").read_text() == losses
+    for folder, says in ((empty, "log.jsonl: has no losses yet"), (tmp_path / "nowhere", "log.jsonl: cannot be read .No such file")):
+        with pytest.raises(SystemExit, match=says):
+            pictures.main([str(folder)])
 
 
 def test_how_well_gaps_are_filled(run, docs, scorer, capsys):
@@ -1936,6 +1948,13 @@ def test_a_gap_is_not_filled_with_the_end_of_the_text(run):
         assert infill(lambda *_, **how: (tokens, sure), None, settings, tokenizer, encoder, ["Return ___."], 2, 8) == [filled]
 
 
+def test_an_interrupt_before_the_first_text_writes_nothing(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("sample.infill", lambda *_, **how: [])  # its chunks hold no text whole
+    with pytest.raises(KeyboardInterrupt):
+        sample_main(["--ckpt", str(run), "--infill", "Return the ___.", "--out", str(tmp_path / "out.jsonl")])
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_training_with_gaps(docs, tmp_path):
     """In a share of the rows all but one span, of any length, is a condition: it runs, and learns."""
     known = random_gaps(4000, 12, 0.5, seeded(0))[..., 0]
@@ -1950,9 +1969,12 @@ def test_training_with_gaps(docs, tmp_path):
 @pytest.mark.parametrize("argv, says", [
     (["--infill", "No gap."], "--infill 'No gap.': has no gap; write ___ where one shall be"),
     (["--infill", "Return the flibbertigibbet ___."], "--infill: 'flibbertigibbet' is not among the words that the run knows"),
-    (["--infill", "the " * 50 + "___"], "tokens beside its gaps, and a row of this run has room for 39"),
+    (["--infill", "the " * 50 + "___"], "tokens and 1 gaps, and a row of this run has room for 39; shorten it"),
     (["--infill", "___ " * 8], "--gap 3: for 8 gaps these are more than 1,000 ways to try"),
     (["--infill", "a ___", "--cond", "b"], "--infill: has neither --cond nor --trace"),
+    (["--infill", "Return \udce4 ___"], "is not UTF-8"),
+    (["--infill", "Return the (___) file"], "'(the)' is not among the words that the run knows"),
+    (["--out", "a.html", "--trace", "a.html"], "--out a.html: is the file of --trace too; name another"),
     (["--gap", "2"], "--gap 2: is for --infill, which fills gaps; leave it out"),
     (["--infill", "a ___", "--gap", "0"], "--gap 0: must be between 1 and 64")])
 def test_infill_errors(argv, says, run, capsys):

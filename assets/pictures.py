@@ -1,12 +1,11 @@
 """
-Pictures of what runs leave behind, drawn beside this file: losses.svg, of their log.jsonl, and variety.svg, Gen. PPL against variety as the
-sampler changes, of what config/ablations/run.py collects.
+The lesson's pictures: losses.svg, from the log.jsonl of out/docs, and variety.svg, Gen. PPL against variety as the sampler changes, from what
+`python config/ablations/run.py samplers` collects. Or losses.svg of other runs, in the folder of the first.
 
-    python assets/pictures.py                       # losses of out/docs; variety, once `python config/ablations/run.py samplers` has run
-    python assets/pictures.py out/docs out/mine     # losses of these runs
+    python assets/pictures.py
+    python assets/pictures.py out/mine out/docs
 """
-import json
-import os
+import argparse
 import sys
 from operator import itemgetter
 from pathlib import Path
@@ -15,6 +14,7 @@ HERE = Path(__file__).absolute().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 from config.machine import run_program  # noqa: E402
+from data.texts import read_figures  # noqa: E402
 
 RESULTS = ROOT / "out" / "ablations" / "results.jsonl"
 
@@ -39,45 +39,46 @@ def plain_numbers(axes):
 
 
 def save(fig, path):
-    fig.savefig(path, metadata={"Date": None})
+    try:
+        fig.savefig(path, metadata={"Date": None})
+    except OSError as e:
+        sys.exit(f"{path}: cannot be written ({e.strerror})")
     print(path, file=sys.stderr)
 
 
-def read_lines(path):
-    """The records of a .jsonl file; SystemExit if it is not there."""
-    if not path.is_file():
-        sys.exit(f"{path}: not there, so there is nothing to draw")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def draw_losses(runs, window=10):
-    """Of each run MSE and CE over the steps: a line for training, the mean of `window` entries of the log; dots for validation rows."""
-    logs = {os.path.basename(os.path.normpath(run)): read_lines(Path(run) / "log.jsonl") for run in runs}
+def draw_losses(runs, folder, window=10):
+    """Of each run, {label: its folder}, MSE and CE over the steps: a line for training, means of `window` entries; dots for validation rows."""
+    logs = {label: run / "log.jsonl" for label, run in runs.items()}
+    for log in logs.values():
+        if not any(read_figures(log, "step", "mse", "ce")):
+            sys.exit(f"{log}: has no losses yet")
     fig, panels = pyplot().subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     for axes, loss, title in zip(panels, ("mse", "ce"), ("MSE of the velocity", "CE of the tokens")):
         for name, log in logs.items():
-            trained = [(entry["step"], entry[loss]) for entry in log if loss in entry]
+            trained = [(entry["step"], entry[loss]) for entry in read_figures(log, "step", loss)]
             parts = [trained[i:i + window] for i in range(0, len(trained), window)]
             [line] = axes.plot(*zip(*([sum(values) / len(part) for values in zip(*part)] for part in parts)), label=f"{name}, training")
-            validated = [(entry["step"], entry[f"val_{loss}"]) for entry in log if f"val_{loss}" in entry]
-            axes.plot(*zip(*validated), "o", color=line.get_color(), label=f"{name}, validation, averaged weights")
+            validated = [(entry["step"], entry[f"val_{loss}"]) for entry in read_figures(log, "step", f"val_{loss}")]
+            if validated:
+                axes.plot(*zip(*validated), "o", color=line.get_color(), label=f"{name}, validation, averaged weights")
         axes.set(title=title, xlabel="step", yscale="log")
         plain_numbers(axes)
     panels[0].legend()
-    save(fig, HERE / "losses.svg")
+    save(fig, folder / "losses.svg")
 
 
 def draw_variety(rows):
     """Gen. PPL against distinct words, both relative to real rows: for each w as gamma changes, for ODE and SDE as the steps do."""
-    rows = [row for row in rows if row["schedule"] == "quantile"]
-    lines = {f"w = {w:g}, 16 steps, γ as written": ("gamma", "γ {:g}", [row for row in rows if (row["w"], row["steps"]) == (w, 16)]) for w in (1, 3, 5)}
+    lines = {f"w = {w}, 16 steps, γ as written": ("gamma", "γ {:g}", [row for row in rows if (row["w"], row["steps"]) == (w, 16)])
+             for w in (1, 3, 5)}
     lines |= {f"{name}, w = 3, steps as written": ("steps", "{}", [row for row in rows if (row["w"], row["gamma"]) == (3, gamma)])
               for name, gamma in dict(ODE=0, SDE=2).items()}
     fig, axes = pyplot().subplots(figsize=(7, 4.5), layout="constrained")
     for label, (key, form, points) in lines.items():
         points = sorted(points, key=itemgetter(key))
         places = [(row["distinct1"] / row["real_distinct1"], row["gen_ppl"] / row["real_gen_ppl"]) for row in points]
-        axes.plot(*zip(*places), "o-" if key == "gamma" else "s--", label=label)
+        if places:
+            axes.plot(*zip(*places), "o-" if key == "gamma" else "s--", label=label)
         for row, place in zip(points, places):
             if key == "steps" or row["w"] == 1:  # of the lines along gamma, which lie close together, the first
                 at = dict(xytext=(6, -9)) if key == "steps" else dict(xytext=(-6, 4), ha="right")
@@ -90,11 +91,16 @@ def draw_variety(rows):
 
 
 def main(argv=None):
-    draw_losses((sys.argv[1:] if argv is None else argv) or [ROOT / "out" / "docs"])
-    if RESULTS.is_file():
-        draw_variety([row for row in read_lines(RESULTS) if row["trial"].startswith("sampled with")])
-    else:
-        print(f"{RESULTS}: not there, so variety.svg is not drawn; first: python config/ablations/run.py samplers", file=sys.stderr)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*")
+    if runs := parser.parse_args(argv).runs:
+        return draw_losses({run: Path(run) for run in runs}, Path(runs[0]))
+    draw_losses({"out/docs": ROOT / "out/docs"}, HERE)
+    found = read_figures(RESULTS, "steps", "gamma", "w", "distinct1", "real_distinct1", "gen_ppl", "real_gen_ppl") if RESULTS.is_file() else ()
+    rows = [row for row in found if str(row.get("trial")).startswith("sampled with") and row.get("schedule") == "quantile"]
+    if not rows:
+        sys.exit(f"{RESULTS}: has no samplers yet, so variety.svg is not drawn; first: python config/ablations/run.py samplers")
+    draw_variety(rows)
 
 
 if __name__ == "__main__":

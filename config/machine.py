@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -130,6 +131,20 @@ def run_program(main, interrupted="interrupted"):
     except KeyboardInterrupt:
         print(f"\n{interrupted}", file=sys.stderr, flush=True)
         os._exit(130)  # whatever it was at: threads of torch.compile, a download, ...
+
+
+def run_script(command, patience=3):
+    """The exit code of another Python program; on Ctrl-C it has some seconds to end by itself, before it is told to and waited for."""
+    process = subprocess.Popen([sys.executable, *map(str, command)])
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # Ctrl-C reaches the child too; a signal to this process alone does not
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+        raise
 
 
 class Lines:

@@ -38,6 +38,8 @@ def sample_arguments(argv, doc):
     args = parse(parser, argv)
     if args.infill is not None and (args.cond is not None or args.trace is not None):
         parser.error("--infill: has neither --cond nor --trace")
+    if args.out and args.out == args.trace:
+        parser.error(f"--out {args.out}: is the file of --trace too; name another")
     if args.gap is not None and args.infill is None:
         parser.error(f"--gap {args.gap}: is for --infill, which fills gaps; leave it out")
     return args

@@ -7,12 +7,15 @@ import torch
 
 from data import EOS
 from data.encoder import embed_as_trained, one_line
+from data.texts import is_text
 
 GAP, STAND_IN = "___", "the"  # a gap may also be a longer line
 
 
 def known_parts(tokenizer, text):
     """The token ids before, between and after the gaps of a text; SystemExit if it has none, or a word that the tokenizer does not know."""
+    if not is_text(text):
+        sys.exit(f"--infill {text!r:.80}: is not UTF-8")
     parts = re.split(f"{GAP}_*", one_line(text))
     if len(parts) < 2:
         sys.exit(f"--infill {text!r:.80}: has no gap; write {GAP} where one shall be")
@@ -24,7 +27,8 @@ def known_parts(tokenizer, text):
         part = sum(start >= gap_end for gap_end in ends)
         if end <= ends[part] - len(STAND_IN):  # else it is of the stand-in after that part
             if id == tokenizer.unk_token_id:
-                sys.exit(f"--infill: {whole[start:end].strip()!r} is not among the words that the run knows; use another")
+                word = (whole[start:].split() or [""])[0]  # an unknown token may be the space before it
+                sys.exit(f"--infill: {word!r} is not among the words that the run knows; use another")
             known[part].append(id)
     return known
 
@@ -42,7 +46,7 @@ def gap_rows(encoder, tokenizer, text, most, L, settings):
         sys.exit(f"--gap {most}: for {len(parts) - 1} gaps these are more than 1,000 ways to try; choose a smaller one, or fewer gaps")
     sizes = [s for s in itertools.product(range(1, min(most, room) + 1), repeat=len(parts) - 1) if sum(s) <= room]
     if not sizes:
-        sys.exit(f"--infill {text!r:.80}: {L - 1 - room} tokens beside its gaps, and a row of this run has room for {L - 1} in all")
+        sys.exit(f"--infill {text!r:.80}: {L - 1 - room} tokens and {len(parts) - 1} gaps, and a row of this run has room for {L - 1}; shorten it")
     ids, known = torch.full((len(sizes), L), EOS), torch.ones(len(sizes), L, 1, dtype=torch.bool)
     for i, row in enumerate(sizes):
         end = 0

@@ -1,13 +1,12 @@
 """Reads what the prepare.py scripts write (see README.md): rows by memory map, and the order in which training visits them."""
 import functools
 import json
-import signal
-import subprocess
 import sys
 
 import numpy as np
 
 from config import ROOT
+from config.machine import run_script
 from data import EOS
 
 
@@ -64,17 +63,7 @@ def open_data(data, length=0, cond_length=0, prepare=""):
         if not prepare or (ROOT / prepare).resolve() != script.resolve() or not script.is_file():
             sys.exit(f"data = {data}: no meta.json there; prepare that folder first, or name a prepared one")
         print(f"{data} is not prepared yet: running {prepare}", flush=True)
-        process = subprocess.Popen([sys.executable, str(script)])
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:  # Ctrl-C reaches the child too; a signal to this process alone does not
-            try:
-                process.wait(3)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)
-                process.wait()
-            raise
-        if code:
+        if code := run_script([script]):
             sys.exit(code)
     try:
         meta = json.loads((folder / "meta.json").read_text())

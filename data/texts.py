@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gzip
 import json
+import math
 import os
 import re
 import sys
@@ -25,6 +26,11 @@ def kind_of(file):
     """.txt, .jsonl or another ending, in small letters, without .gz."""
     file = Path(str(file).lower())
     return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+
+
+def is_text(value):
+    """Whether it is a string that UTF-8 can hold; Python makes lone surrogates of other bytes on a command line."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def lines(file, longest=-1):
@@ -81,8 +87,7 @@ def records(file, *alternatives, optional=()):
             sys.exit(f"{where}: must have " + ", or ".join(" and ".join(f'"{key}"' for key in keys) for keys in alternatives))
         for key in (*keys, *optional):
             value = record.get(key)
-            text = isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
-            if not text and not (value is None and key in optional):
+            if not is_text(value) and not (value is None and key in optional):
                 sys.exit(f'{where}: "{key}" is not text')
         yield record
 
@@ -99,11 +104,34 @@ def read_conditions(source, n):
                  for record in records(source, ("input",), optional=("output",))]
     elif kind_of(source) == ".txt":
         found = [dict(cond=text.rstrip("\r\n")) for _, text in lines(source)]
-    elif re.search("[\ud800-\udfff]", source):
-        sys.exit(f"--cond {source!r}: is not UTF-8")
-    else:
+    elif is_text(source):
         return [dict(cond=source) for _ in range(n or 4)]
+    else:
+        sys.exit(f"--cond {source!r}: is not UTF-8")
     return found[:n] or sys.exit(f"--cond {source}: is empty")
+
+
+def read_figures(path, *keys):
+    """The records of a .jsonl file with finite numbers under these keys; what else there is, such as a line cut short, is passed over."""
+    for _, line in lines(path):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and all(type(record.get(key)) in (int, float) and math.isfinite(record[key]) for key in keys):
+            yield record
+
+
+def open_to_append(path):
+    """A .jsonl file to append to: on a line of its own, even if the last one was cut short."""
+    cut = False
+    if os.path.isfile(path) and os.path.getsize(path):
+        with open(path, "rb") as f:
+            f.seek(-1, os.SEEK_END)
+            cut = f.read() != b"\n"
+    f = open(path, "a")
+    f.write("\n" * cut)
+    return f
 
 
 def refuse_to_overwrite(option, path, force):

@@ -8,8 +8,8 @@ The ablations of this folder: trains each at equal compute, scores it, and print
 Runs lie in out/ablations, where each goes on as any run does; figures are collected in out/ablations/results.jsonl, and the table has all
 that are there.
 """
+import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +18,8 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 import eval  # noqa: E402
 from config.ablations import encoders  # noqa: E402
-from config.machine import run_program  # noqa: E402
+from config.machine import run_program, run_script  # noqa: E402
+from data.texts import open_to_append, read_figures  # noqa: E402
 
 OUT = ROOT / "out" / "ablations"
 SAMPLER = ["--scorer", "data/docs/scorer", "--preset", "paper", "--schedule", "quantile", "--steps", "16"]  # for all: SDE, gamma 2, w 3
@@ -36,28 +37,30 @@ COLUMNS = dict(val_mse="{:.3f}", val_ce="{:.3f}", gen_ppl="{:.1f}", entropy="{:.
 def train(name, options):
     """A run of one config of this folder with these options, its name made of both; returns it, and its last validation losses."""
     run = "".join([name] + [option.replace("--", "_").replace("=", "_") for option in options])
-    command = [sys.executable, "train.py", f"config/ablations/{name}.py", *options, f"--name={run}"]
-    if code := subprocess.run(command, cwd=ROOT).returncode:
-        sys.exit(f"{' '.join(command[1:])}: ended with {code}")
-    log = [json.loads(line) for line in (OUT / run / "log.jsonl").read_text().splitlines()]
-    return run, next({key: entry[key] for key in ("val_mse", "val_ce")} for entry in reversed(log) if "val_mse" in entry)
+    command = [ROOT / "train.py", f"config/ablations/{name}.py", *options, f"--name={run}"]
+    if code := run_script(command, patience=60):
+        sys.exit(f"{' '.join(map(str, command))}: ended with {code}")
+    *_, last = read_figures(OUT / run / "log.jsonl", "val_mse", "val_ce")
+    return run, {key: last[key] for key in ("val_mse", "val_ce")}
 
 
 def keep(trial, figures):
     OUT.mkdir(parents=True, exist_ok=True)
-    with open(OUT / "results.jsonl", "a") as f:
+    with open_to_append(OUT / "results.jsonl") as f:
         f.write(json.dumps(dict(trial=trial) | figures) + "\n")
 
 
 def print_table():
     print("| trial | " + " | ".join(COLUMNS) + " |\n" + "|---" * (1 + len(COLUMNS)) + "|")
-    rows = {row["trial"]: row for row in map(json.loads, (OUT / "results.jsonl").read_text().splitlines())}  # the last of each
+    rows = {row["trial"]: row for row in read_figures(OUT / "results.jsonl", "gen_ppl") if "trial" in row}  # the last of each
     for trial, row in sorted(rows.items()):
         print("", trial, *(form.format(row[key]) if key in row else "" for key, form in COLUMNS.items()), "", sep=" | ")
 
 
 def main(argv=None):
-    asked = (sys.argv[1:] if argv is None else argv) or ["base", *TRAINED, "samplers"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    asked = parser.parse_args(argv).names or ["base", *TRAINED, "samplers"]
     if unknown := [name for name in asked if name not in TRAINED and name != "samplers"]:
         sys.exit(f"{unknown[0]}: no such ablation; there are: samplers, {', '.join(TRAINED)}")
     eval.scorer_name(None, "data/docs")  # that it is missing is found out now, not after a run
