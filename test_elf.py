@@ -470,7 +470,7 @@ def test_each_ablation_builds_and_takes_two_steps(name, docs, tmp_path):
 
 def test_running_the_ablations(monkeypatch, capsys, tmp_path):
     """Those asked for are trained, scored and kept, and the table has all that were kept; mistakes are found before anything is trained."""
-    run, trained = importlib.import_module("config.ablations.run"), []
+    run, trained, asked = importlib.import_module("config.ablations.run"), [], []
     monkeypatch.setattr(run, "OUT", tmp_path / "ablations")
     monkeypatch.setattr(run, "train", lambda name, options: (trained.append((name, options)), ("_".join([name, *options]), dict(val_mse=0.5)))[1])
     monkeypatch.setattr(run.eval, "main", lambda argv: dict(gen_ppl=40.0 if "out/docs" in argv else 60.0, distinct1=0.1))
@@ -479,6 +479,7 @@ def test_running_the_ablations(monkeypatch, capsys, tmp_path):
         with pytest.raises(SystemExit, match=says):
             run.main([name])
     (tmp_path / "data/docs/scorer").mkdir(parents=True)
+    monkeypatch.setattr(run, "find_checkpoints", lambda source: asked.append(source))
     run.main(["predict_v"])
     assert trained == [("predict_v", []), ("predict_v", ["--seed=1"]), ("predict_v", ["--seed=2"])]
     capsys.readouterr()
@@ -486,7 +487,7 @@ def test_running_the_ablations(monkeypatch, capsys, tmp_path):
         f.write('{"trial": "cut sh')
     run.main(["samplers"])
     table = capsys.readouterr().out.splitlines()
-    assert len(trained) == 3 and len(table) == 2 + 3 + 23 and " | predict_v | 0.500 |  | 60.0 |  | 0.100 |  | " in table
+    assert asked == ["out/docs"] and len(trained) == 3 and len(table) == 2 + 3 + 23 and " | predict_v | 0.500 |  | 60.0 |  | 0.100 |  | " in table
     assert " | sampled with --w 5 --gamma 8 |  |  | 40.0 |  | 0.100 |  | " in table
 
 
@@ -1104,7 +1105,7 @@ def test_pictures_of_losses_and_variety(run, monkeypatch, tmp_path):
     trial = dict(schedule="quantile", distinct1=0.1, real_distinct1=0.2, gen_ppl=60.0, real_gen_ppl=40.0)
     sampled = [(16, 0.0, 3.0), (16, 2.0, 3.0), (16, 8.0, 3.0), (16, 2.0, 5.0), (4, 0.0, 3.0), (4, 2.0, 3.0)]
     rows = [trial | dict(trial="base", steps=16, gamma=77.0, w=3.0)]
-    rows += [trial | dict(trial="sampled with ...", steps=steps, gamma=gamma, w=w) for steps, gamma, w in sampled]
+    rows += [trial | dict(trial=f"sampled with {how}", steps=how[0], gamma=how[1], w=how[2]) for how in sampled]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(pictures, "HERE", tmp_path)
     monkeypatch.setattr(pictures, "ROOT", tmp_path)

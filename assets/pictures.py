@@ -97,10 +97,10 @@ def main(argv=None):
         return draw_losses({run: Path(run) for run in runs}, Path(runs[0]))
     draw_losses({"out/docs": ROOT / "out/docs"}, HERE)
     found = read_figures(RESULTS, "steps", "gamma", "w", "distinct1", "real_distinct1", "gen_ppl", "real_gen_ppl") if RESULTS.is_file() else ()
-    rows = [row for row in found if str(row.get("trial")).startswith("sampled with") and row.get("schedule") == "quantile"]
+    rows = {row["trial"]: row for row in found if str(row.get("trial")).startswith("sampled with") and row.get("schedule") == "quantile"}
     if not rows:
         sys.exit(f"{RESULTS}: has no samplers yet, so variety.svg is not drawn; first: python config/ablations/run.py samplers")
-    draw_variety(rows)
+    draw_variety(list(rows.values()))  # the last of each trial
 
 
 if __name__ == "__main__":

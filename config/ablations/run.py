@@ -17,6 +17,7 @@ HERE = Path(__file__).absolute().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT))
 import eval  # noqa: E402
+from checkpoint import find_checkpoints  # noqa: E402
 from config.ablations import encoders  # noqa: E402
 from config.machine import run_program, run_script  # noqa: E402
 from data.texts import open_to_append, read_figures  # noqa: E402
@@ -63,7 +64,9 @@ def main(argv=None):
     asked = parser.parse_args(argv).names or ["base", *TRAINED, "samplers"]
     if unknown := [name for name in asked if name not in TRAINED and name != "samplers"]:
         sys.exit(f"{unknown[0]}: no such ablation; there are: samplers, {', '.join(TRAINED)}")
-    eval.scorer_name(None, "data/docs")  # that it is missing is found out now, not after a run
+    eval.scorer_name(None, "data/docs")  # what is missing is found out now, not after hours
+    if "samplers" in asked:
+        find_checkpoints("out/docs")
     for name in dict.fromkeys(asked):
         if name.startswith("encoder_") and not (ROOT / "data/ablations/half/meta.json").is_file():
             encoders.main()
