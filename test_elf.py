@@ -789,7 +789,8 @@ def test_signals(number, run, docs, tmp_path, monkeypatch, capsys):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         at_step(patch, 7, lambda: os.kill(os.getpid(), number))
-        train.main(small(docs[0], tmp_path / "run", "--steps=40"))
+        with pytest.raises(SystemExit, match="130"):
+            train.main(small(docs[0], tmp_path / "run", "--steps=40"))
     assert "stopped after step 8, which is saved; the same command goes on" in capsys.readouterr().out
     assert newest(tmp_path / "run")["step"] == 8
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))

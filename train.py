@@ -338,6 +338,8 @@ def main(argv=None):
         dist.destroy_process_group()
     if failed:
         sys.exit(failed if rank() == 0 else 1)
+    if stop.seen and "RANK" not in os.environ:
+        sys.exit(130)  # so that what stands after it and && does not begin; torchrun would take it for a failure
 
 
 # ---------------------------------------------------------------------------------------------------------------------
