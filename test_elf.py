@@ -681,7 +681,7 @@ def muon_worker(rank, folder):
     train.orthogonal = lambda G: worked.append(len(G)) or orthogonal(G)
     _, _, params, _ = muon_run()
     torch.distributed.all_gather_object(shares, sum(worked))
-    assert sum(shares) == 3 * len(MATRICES) and all(shares)  # each matrix once a step; that none is left out shows in the result
+    assert sum(shares) == 3 * len(MATRICES) and min(shares) >= 3 * 3  # each matrix once a step, and of seven both have at least three
     torch.save(params, f"{folder}/{rank}")
     torch.distributed.destroy_process_group()
 

@@ -48,19 +48,16 @@ def save(fig, path):
 
 def draw_losses(runs, folder, window=10):
     """Of each run, {label: its folder}, MSE and CE over the steps: a line for training, means of `window` entries; dots for validation rows."""
-    logs = {label: run / "log.jsonl" for label, run in runs.items()}
-    for log in logs.values():
-        if not any(read_figures(log, "step", "mse", "ce")):
-            sys.exit(f"{log}: has no losses yet")
     fig, panels = pyplot().subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     for axes, loss, title in zip(panels, ("mse", "ce"), ("MSE of the velocity", "CE of the tokens")):
-        for name, log in logs.items():
-            trained = [(entry["step"], entry[loss]) for entry in read_figures(log, "step", loss)]
+        for label, run in runs.items():
+            log = run / "log.jsonl"
+            trained = [(entry["step"], entry[loss]) for entry in read_figures(log, "step", loss)] or sys.exit(f"{log}: has no losses yet")
             parts = [trained[i:i + window] for i in range(0, len(trained), window)]
-            [line] = axes.plot(*zip(*([sum(values) / len(part) for values in zip(*part)] for part in parts)), label=f"{name}, training")
+            [line] = axes.plot(*zip(*([sum(values) / len(part) for values in zip(*part)] for part in parts)), label=f"{label}, training")
             validated = [(entry["step"], entry[f"val_{loss}"]) for entry in read_figures(log, "step", f"val_{loss}")]
             if validated:
-                axes.plot(*zip(*validated), "o", color=line.get_color(), label=f"{name}, validation, averaged weights")
+                axes.plot(*zip(*validated), "o", color=line.get_color(), label=f"{label}, validation, averaged weights")
         axes.set(title=title, xlabel="step", yscale="log")
         plain_numbers(axes)
     panels[0].legend()

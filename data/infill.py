@@ -9,14 +9,15 @@ from data import EOS
 from data.encoder import embed_as_trained, one_line
 from data.texts import is_text
 
-GAP, STAND_IN = "___", "the"  # a gap may also be a longer line
+GAP, STAND_IN = "___", "the"
+GAPS = re.compile("___+")  # one may also be a longer line
 
 
 def known_parts(tokenizer, text):
     """The token ids before, between and after the gaps of a text; SystemExit if it has none, or a word that the tokenizer does not know."""
     if not is_text(text):
         sys.exit(f"--infill {text!r:.80}: is not UTF-8")
-    parts = re.split(f"{GAP}_*", one_line(text))
+    parts = GAPS.split(one_line(text))
     if len(parts) < 2:
         sys.exit(f"--infill {text!r:.80}: has no gap; write {GAP} where one shall be")
     whole = STAND_IN.join(parts)  # tokenized in one piece, for a tokenizer may join what stands side by side
@@ -61,7 +62,7 @@ def gap_rows(encoder, tokenizer, text, most, L, settings):
 def fill(tokenizer, text, tokens, sizes):
     """The text with the tokens in its gaps, sizes[i] of them in gap i, and all else to the letter."""
     fills = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in tokens.split(list(sizes))]
-    parts = re.split(f"{GAP}_*", text)
+    parts = GAPS.split(text)
     return "".join(part + filling for part, filling in zip(parts, [*fills, ""]))
 
 

@@ -23,7 +23,8 @@ from config.machine import run_program, run_script  # noqa: E402
 from data.texts import open_to_append, read_figures  # noqa: E402
 
 OUT = ROOT / "out" / "ablations"
-SAMPLER = ["--scorer", "data/docs/scorer", "--preset", "paper", "--schedule", "quantile", "--steps", "16"]  # for all: SDE, gamma 2, w 3
+SCORED = ["--n", "464", "--seeds", "3", "--scorer", "data/docs/scorer"]
+SCORED += ["--preset", "paper", "--schedule", "quantile", "--steps", "16"]  # SDE, gamma 2, w 3
 TRAINED = {file.stem: [[]] for file in sorted(HERE.glob("*.py")) if file.stem not in ("run", "encoders")}
 TRAINED["base"] += [["--lr=0.004"], ["--lr=0.016"]]
 TRAINED["adamw"] += [["--lr=0.001"], ["--lr=0.004"]]
@@ -72,10 +73,9 @@ def main(argv=None):
             encoders.main()
         for options in TRAINED.get(name, []):
             run, losses = train(name, options)
-            keep(run, eval.main(["--ckpt", f"out/ablations/{run}", "--n", "464", "--seeds", "3", *SAMPLER]) | losses)
+            keep(run, eval.main(["--ckpt", f"out/ablations/{run}", *SCORED]) | losses)
         for options in SAMPLED if name == "samplers" else []:
-            figures = eval.main(["--ckpt", "out/docs", "--n", "464", "--seeds", "3", *SAMPLER, *options])
-            keep("sampled with " + " ".join(options), figures)
+            keep("sampled with " + " ".join(options), eval.main(["--ckpt", "out/docs", *SCORED, *options]))
     print_table()
 
 
