@@ -1,16 +1,16 @@
 """
-The ELF network: one transformer that denoises embeddings and, at the last step, reads tokens off them.
+The ELF network: one transformer that denoises embeddings and, at the last step, decodes them.
 
-Notable choices:
-- the input, a noisy embedding z beside the previous guess x_sc, passes a bottleneck: 128 of E = 512 channels (64 of 64 in the default run)
-- time t, guidance scale w and the mode (denoise or decode) enter as 12 tokens before the text
-- full bidirectional attention, no mask: padding is ordinary text made of </s>
+Design choices:
+- z and an earlier prediction x_sc enter side by side, through a bottleneck (128 of 512 channels)
+- time t, guidance scale w and the mode (denoise or decode) are 12 control tokens before the text
+- full bidirectional attention without a mask: padding is ordinary text made of </s>
 - rotary positions on the text only, RMSNorm on q and k, SwiGLU
-- two heads on one trunk: x_pred (B, L, E) when denoising, logits (B, L, V) when decoding
+- two heads on one trunk: x_head predicts x when denoising, token_head the tokens when decoding
 
-Symbols: B rows, L positions, E embedding channels, d width, V vocabulary. Sizes of the released models: Tab. 3 and config/owt_*.py.
+Shapes: B rows, L positions, E embedding channels, d width, V vocabulary, 12 control tokens.
+The released models are ELF-B, M and L (Tab. 3); see config/owt_b.py, owt_m.py and owt_l.py.
 """
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -18,41 +18,41 @@ import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-PREFIX = 12  # control tokens before the text: 4 time, 4 guidance scale, 4 mode
+CONTROL = 12  # control tokens before the text: 4 for time, 4 for the guidance scale, 4 for the mode
 
 
 @dataclass
-class ELFConfig:
+class Architecture:
     depth: int = 12
     dim: int = 768           # d
     heads: int = 12
     embed_dim: int = 512     # E, the width of the frozen encoder
     vocab_size: int = 32100  # V
     bottleneck: int = 128
-    predict: str = "x"       # what the network's output stands for: x, v or eps
+    predict: str = "x"       # what x_head's output stands for: x, v or eps
 
 
 def velocity(x, z, t):
     """
-    The velocity of the straight path that is at z now, at time t, and at x when t = 1 (Eq. 1). With the network's x_pred it is v_pred.
+    Returns the velocity (B, L, E) of the straight path that is at z at time t and at x at time 1.
 
-    x, z      (B, L, E)
-    t         of a shape that broadcasts to it, in [0, 1]; 1 - t counts as at least 0.05, so that v stays finite
+    With the clean x it is the target v; with the network's x_pred it is v_pred (Eq. 1).
+    t in [0, 1] has a shape that broadcasts to z; 1 - t is clamped at 0.05, so v stays finite.
     """
     return (x - z) / (1 - t).clamp(min=0.05)
 
 
-def as_x(y, z, t, predict):
-    """x_pred (B, L, E) from the network's output y at z, t (B, 1, 1): from x itself, as in ELF, or from v or the scaled noise s eps."""
+def as_x(output, z, t, predict):
+    """Converts the network's output at z and t (B, 1, 1) to x_pred, if it stands for v or eps."""
     if predict == "v":
-        return z + (1 - t) * y
+        return z + (1 - t) * output
     if predict == "eps":
-        return (z - (1 - t) * y) / t.clamp(min=0.05)
-    return y
+        return (z - (1 - t) * output) / t.clamp(min=0.05)
+    return output
 
 
 class RMSNorm(nn.Module):
-    """Scales the last axis to unit mean square, in float32 whatever comes in."""
+    """Scales the last axis to unit mean square, in float32."""
 
     def __init__(self, dim):
         super().__init__()
@@ -63,8 +63,8 @@ class RMSNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
-class Control(nn.Module):
-    """A scalar as four tokens: learned ones, plus an MLP of its sinusoid. (B,) -> (B, 4, d)"""
+class ScalarTokens(nn.Module):
+    """Embeds a scalar (B,) as four tokens (B, 4, d): learned ones plus an MLP of its sinusoids."""
 
     def __init__(self, dim):
         super().__init__()
@@ -74,19 +74,20 @@ class Control(nn.Module):
     def forward(self, scalar):
         f = 10000 ** (-torch.arange(128, device=scalar.device) / 128)
         angle = scalar[:, None] * f
-        return self.tokens + self.mlp(torch.cat([angle.cos(), angle.sin()], dim=-1))[:, None]
+        sinusoid = torch.cat([angle.cos(), angle.sin()], dim=-1)               # (B, 256)
+        return self.tokens + self.mlp(sinusoid)[:, None]
 
 
 def rotary_table(L, head_dim, device):
-    """cos and sin (PREFIX + L, head_dim / 2): angle 0, no rotation, on the control tokens; base 10000 on the text."""
-    position = torch.arange(-PREFIX, L, device=device).clamp(min=0)
+    """Returns cos and sin (12 + L, head_dim / 2). Control tokens get angle 0: no rotation."""
+    position = torch.arange(-CONTROL, L, device=device).clamp(min=0)
     f = 10000 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
     angle = position[:, None] * f
     return angle.cos(), angle.sin()
 
 
 def rotate(x, cos, sin):
-    """Turns each interleaved pair (0,1), (2,3), ... of x (..., positions, head_dim) by its position's angle."""
+    """Rotates each pair of channels (0, 1), (2, 3), ... of x by the angle of its position."""
     x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([x1 * cos - x2 * sin, x1 * sin + x2 * cos], dim=-1).flatten(-2)
 
@@ -101,12 +102,14 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, h, cos, sin):
-        q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, heads, 12+L, head_dim)
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        if h.device.type == "cpu" and h.shape[1] <= 512:  # short rows on a CPU: the fused kernel's backward is slower than this
-            y = (q.to(v.dtype) @ k.to(v.dtype).mT / q.shape[-1] ** 0.5).softmax(-1).to(v.dtype) @ v
+        qkv = self.qkv(h).unflatten(-1, (3, self.heads, -1))                   # (B, 12+L, 3, ...)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                     # each (B, heads, 12+L, head_dim)
+        q = rotate(self.q_norm(q), cos, sin).to(v.dtype)
+        k = rotate(self.k_norm(k), cos, sin).to(v.dtype)
+        if h.device.type == "cpu" and h.shape[1] <= 512:  # faster there than the fused kernel
+            y = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1).to(v.dtype) @ v
         else:
-            y = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v)
+            y = F.scaled_dot_product_attention(q, k, v)
         return self.proj(y.transpose(1, 2).flatten(-2))
 
 
@@ -136,21 +139,21 @@ class Block(nn.Module):
 
 
 class ELF(nn.Module):
-    def __init__(self, config):
+    def __init__(self, arch):
         super().__init__()
-        d, E = config.dim, config.embed_dim
-        if d % config.heads or d // config.heads % 2:
-            sys.exit(f"dim = {d} with heads = {config.heads}: the head width dim / heads must be a whole, even number")
-        self.config = config
-        self.recompute = False  # recompute each block's activations in the backward pass: less memory, a third more work
-        self.in_proj = nn.Linear(2 * E, E)                                                           # [z, x_sc] -> E
-        self.bottleneck = nn.Sequential(nn.Linear(E, config.bottleneck, bias=False), nn.Linear(config.bottleneck, d))
-        self.time = Control(d)
-        self.guidance = Control(d)
+        d, E = arch.dim, arch.embed_dim
+        self.arch = arch
+        self.recompute = False  # recompute activations in the backward pass: less memory, more work
+        self.in_proj = nn.Linear(2 * E, E)
+        self.bottleneck = nn.Sequential(nn.Linear(E, arch.bottleneck, bias=False),
+                                        nn.Linear(arch.bottleneck, d))
+        self.time = ScalarTokens(d)
+        self.guidance = ScalarTokens(d)
         self.mode_tokens = nn.Parameter(0.02 * torch.randn(1, 4, d))
-        self.blocks = nn.ModuleList(Block(d, config.heads) for _ in range(config.depth))
-        self.denoise = nn.Sequential(RMSNorm(d), nn.Linear(d, E))
-        self.unembed = nn.Sequential(nn.Linear(d, E), nn.GELU(approximate="tanh"), nn.Linear(E, config.vocab_size))
+        self.blocks = nn.ModuleList(Block(d, arch.heads) for _ in range(arch.depth))
+        self.x_head = nn.Sequential(RMSNorm(d), nn.Linear(d, E))
+        self.token_head = nn.Sequential(nn.Linear(d, E), nn.GELU(approximate="tanh"),
+                                        nn.Linear(E, arch.vocab_size))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -159,28 +162,30 @@ class ELF(nn.Module):
         for mlp in (self.time.mlp, self.guidance.mlp):
             nn.init.normal_(mlp[0].weight, std=0.02)
             nn.init.normal_(mlp[2].weight, std=0.02)
-        nn.init.zeros_(self.denoise[1].weight)  # the first prediction is x_pred = 0, the mean of the data
+        nn.init.zeros_(self.x_head[1].weight)  # the first prediction is 0, the mean of the data
 
     def forward(self, z, x_sc, t, w, n_decode=0):
         """
-        One pass for both branches of Alg. 1: the first n_decode rows decode, the others denoise.
+        Runs both branches of Alg. 1 in one pass: the first n_decode rows decode, the rest denoise.
 
-        z         (B, L, E)  noisy embeddings: z_t or, on decode rows, z~; clean ones have mean 0, deviation 1
-        x_sc      (B, L, E)  self-condition: an earlier x_pred, or 0
+        z         (B, L, E)  noisy embeddings, of clean ones with mean 0 and standard deviation 1
+        x_sc      (B, L, E)  self-conditioning: an earlier x_pred, or 0
         t         (B,)       time in [0, 1]; 1 on decode rows
         w         (B,)       guidance scale, trained on [0.5, 5]
         returns   x_pred (B - n_decode, L, E), logits (n_decode, L, V)
         """
         B, L, _ = z.shape
         decoding = (torch.arange(B, device=z.device) < n_decode)[:, None, None]
-        text = self.bottleneck(self.in_proj(torch.cat([z, x_sc], dim=-1)))                           # (B, L, d)
-        h = torch.cat([self.time(t), self.guidance(w), self.mode_tokens * decoding, text], dim=1)    # (B, 12+L, d)
-        cos, sin = rotary_table(L, self.config.dim // self.config.heads, z.device)
+        text = self.bottleneck(self.in_proj(torch.cat([z, x_sc], dim=-1)))         # (B, L, d)
+        control = [self.time(t), self.guidance(w), self.mode_tokens * decoding]    # (B, 4, d) each
+        h = torch.cat([*control, text], dim=1)                                     # (B, 12+L, d)
+        cos, sin = rotary_table(L, self.arch.dim // self.arch.heads, z.device)
         for block in self.blocks:
             if self.recompute and torch.is_grad_enabled():
                 h = torch.utils.checkpoint.checkpoint(block, h, cos, sin, use_reentrant=False)
             else:
                 h = block(h, cos, sin)
-        h = h[:, PREFIX:]
-        x_pred = as_x(self.denoise(h[n_decode:]), z[n_decode:], t[n_decode:, None, None], self.config.predict)
-        return x_pred, self.unembed(h[:n_decode])
+        h = h[:, CONTROL:]
+        output = self.x_head(h[n_decode:])
+        x_pred = as_x(output, z[n_decode:], t[n_decode:, None, None], self.arch.predict)
+        return x_pred, self.token_head(h[:n_decode])

@@ -1,15 +1,12 @@
-# ELF-B on WMT14 German -> English, as in the paper (Tab. 1 and 4).
+# ELF-B on WMT14 German to English, as in the paper (Tab. 1 and 4).
 # torchrun --nproc_per_node=8 train.py config/de_en.py
 name = "de_en"
 data = "data/wmt14_de_en"
-encoder = "t5-small"
 length = 128
 cond_length = 64
 decode_noise = 1.0
 
 steps = 880_000       # 100 epochs of 4.5 M pairs
-batch_size = 512
-lr = 0.002
 warmup = 5_000
 
 sample_steps = 64

@@ -1,4 +1,5 @@
-# The offline default: plain sentences of the installed packages' docstrings and comments, minutes on 2 CPU cores.
+# The offline default: plain sentences of the installed packages' docstrings and comments, in minutes
+# on 2 CPU cores.
 name = "docs"
 data = "data/docs"
 prepare = "data/docs/prepare.py"
@@ -9,17 +10,17 @@ depth = 4
 dim = 256
 heads = 4
 bottleneck = 64
-noise_scale = 0.5    # not 2: the encoder has 64 channels instead of 512, and the information left at a given noise falls with them
-decode_noise = 2.0   # likewise
+noise_scale = 0.5    # not 2: the encoder has 64 channels, not 512; with fewer channels, the same
+decode_noise = 2.0   # noise leaves less information
 
 steps = 1800
 batch_size = 64
-lr = 0.008           # far above the paper's 0.002: a short run of a small network needs it (see README.md here)
+lr = 0.008           # far above the paper's 0.002: a short run of a small network needs it
 warmup = 60
 cooldown = 0.5
 
-# At 32 steps: much noise put back early and ever less later, more than in training, at times that chance does not choose.
-# That gives text which is both likely and varied (see README.md here).
+# At 32 steps: much noise put back early and less and less later, more than in training, at times that
+# chance does not choose. That gives text which is both likely and varied.
 sample_gamma = 36.0
 sample_gamma_power = 2.0
 sample_temperature = 1.9  # 2 for more variety and less sense, 1.8 for the reverse

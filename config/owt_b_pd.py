@@ -1,12 +1,12 @@
-# Few steps: students of ELF-B on OpenWebText, of 16, 8, 4, 2 and 1 steps, each from the one before, an epoch each.
-from config.owt_b import *  # noqa: F403
-
-name = "owt_b_pd"        # of the runs out/owt_b_pd_16, ..., out/owt_b_pd_1
+# Few steps: a student of ELF-B that takes 16 steps, for one epoch. The further rounds are (steps,
+# teacher's steps in each) = (8, 8), (4, 16), (2, 32), (1, 64); see docs_pd.py for their commands.
+base = "config/owt_b.py"
+name = "owt_b_pd_16"
 teacher = "embedded-language-flows/ELF-B-owt-torch"
-student_steps = 16       # half of it, and twice the teacher's steps, in each further round
+init_from = "embedded-language-flows/ELF-B-owt-torch"
+student_steps = 16
 teacher_substeps = 4
-rounds = 5
-
 steps = 19_000
 warmup = 1_900
+sample_steps = 16
 sample_w = 2.5

@@ -1,86 +1,128 @@
-"""Reads what the prepare.py scripts write (see README.md): rows by memory map, and the order in which training visits them."""
+"""
+The rows of a prepared folder, memory-mapped, and the order in which training visits them.
+
+data/README.md describes the files.
+"""
 import functools
+import importlib
 import json
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from config import ROOT
-from config.machine import run_script
-from data import EOS
+from data.encoder import EOS, encoder_fingerprint, load_encoder, load_tokenizer, to_ids, to_text
+from runtime import max_over_processes, rank
 
 
+@dataclass
 class Rows:
     """
-    One side of a data set (see data/README.md), memory-mapped: a stream of tokens cut into rows of L, or pairs of a condition
-    and a target, where each row is both, cut to fit, and filled up with </s>.
+    Rows of L tokens: a stream of documents, cut into rows, or pairs of a condition and a target,
+    cut to fit and padded with </s>.
     """
-
-    def __init__(self, file, dtype, meta, L, cond_length=0):
-        again = f"delete meta.json in {file.parent} and prepare the data again"
-        self.L, self.cond_length, self.vocab_size, self.file = L, cond_length, meta["vocab_size"], file
-        try:
-            self.tokens = np.memmap(file, dtype, "r")
-            self.offsets = np.memmap(file.with_suffix(".idx"), np.uint64, "r") if meta["pairs"] else None
-        except (OSError, ValueError) as e:  # missing, empty, or not whole tokens
-            sys.exit(f"{file}: missing, empty or cut short ({e}); {again}")
-        count = meta["counts"][file.stem]
-        whole = self.offsets is None or len(self.offsets) == 2 * count["rows"] + 1 and self.offsets[-1] == len(self.tokens)
-        if len(self.tokens) != count["tokens"] or not whole:
-            sys.exit(f"{file}: {len(self.tokens)} tokens, and not the {count['tokens']} in {count['rows']} rows that meta.json tells of; {again}")
-        if len(self) == 0:
-            sys.exit(f"{file}: {len(self.tokens)} tokens, less than one row of length = {L}; choose a smaller --length, more text or a larger "
-                     "--val_share")
+    tokens: np.ndarray
+    offsets: np.ndarray    # of pairs: where each condition and each target ends, after a 0; or None
+    L: int
+    cond_length: int       # the most tokens of a condition
+    vocab_size: int
 
     def __len__(self):
         return len(self.tokens) // self.L if self.offsets is None else len(self.offsets) // 2
 
     def batch(self, where):
-        """Rows `where` as ids (B, L) int64, of which the first n_cond (B,) are the condition."""
-        ids, n_cond = np.full((len(where), self.L), EOS, np.int64), np.zeros(len(where), np.int64)
+        """Returns rows `where` as ids (B, L) int64 and the lengths (B,) of their conditions."""
+        ids = np.full((len(where), self.L), EOS, np.int64)
+        n_cond = np.zeros(len(where), np.int64)
         for row, i in enumerate(where):
             if self.offsets is None:
                 ids[row] = self.tokens[i * self.L:(i + 1) * self.L]
             else:
                 a, b, c = self.offsets[2 * i:2 * i + 3].astype(np.int64)
-                cond, target = self.tokens[a:min(b, a + self.cond_length)], self.tokens[b:c]
-                n_cond[row] = len(cond)
-                both = np.concatenate([cond, target[:self.L - len(cond)]])
-                ids[row, :len(both)] = both
+                cond = self.tokens[a:min(b, a + self.cond_length)]
+                both = np.concatenate([cond, self.tokens[b:c]])[:self.L]
+                ids[row, :len(both)], n_cond[row] = both, len(cond)
         if ids.max() >= self.vocab_size:
-            sys.exit(f"{self.file}: token id {ids.max()} in it, but its encoder has {self.vocab_size} tokens; prepare the data again")
+            sys.exit(f"the data hold token id {ids.max()}, but the encoder has only "
+                     f"{self.vocab_size} tokens; prepare them again")
         return ids, n_cond
 
 
-def open_data(data, length=0, cond_length=0, prepare=""):
+def read_meta(data):
+    """Returns meta.json of the folder data as a dict; exits if the folder is not prepared."""
+    file = ROOT / data / "meta.json"
+    if not file.is_file():
+        sys.exit(f"data = {data}: not prepared yet (no meta.json); run its prepare.py first")
+    return json.loads(file.read_text())
+
+
+def open_rows(data, side, length=0, cond_length=0):
     """
-    (train, val, meta) of the folder data: two `Rows`, and the dict in its meta.json. Makes the folder first if prepare says how.
-    length, cond_length: what the run's config says; SystemExit with one line where the data says otherwise.
+    Returns the Rows of one side ("train", "val", "test") of a prepared folder.
+
+    length, cond_length  as in Config; exits if the data do not fit. 0: as they were prepared
     """
-    folder = ROOT / data
-    if not (folder / "meta.json").is_file():
-        script = folder / "prepare.py"
-        if not prepare or (ROOT / prepare).resolve() != script.resolve() or not script.is_file():
-            sys.exit(f"data = {data}: no meta.json there; prepare that folder first, or name a prepared one")
-        print(f"{data} is not prepared yet: running {prepare}", flush=True)
-        if code := run_script([script]):
-            sys.exit(code)
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        dtype, L = {"uint16": np.dtype("uint16"), "uint32": np.dtype("uint32")}[meta["dtype"]], int(meta["length"])
-        x_mean, x_std = (np.array(meta[k], float) for k in ("x_mean", "x_std"))
-        if not (np.isfinite(x_mean).all() and (x_std > 0).all() and x_mean.shape == x_std.shape and type(meta["fingerprint"]) is str
-                and type(meta["encoder"]) is str and type(meta["pairs"]) is bool and 0 <= L < 2**24 and type(meta["vocab_size"]) is int
-                and all(type(meta["counts"][side][k]) is int for side in ("train", "val") for k in ("rows", "tokens"))):
-            raise ValueError("x_mean, x_std, length, encoder, vocab_size, pairs, counts or fingerprint is off")
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        sys.exit(f"{folder}/meta.json: damaged ({type(e).__name__}: {e}); delete it and prepare the data again")
-    if length and L and length != L:
-        sys.exit(f"length = {length}: {data} holds rows of {L} tokens")
-    if bool(cond_length) != meta["pairs"] and length or cond_length >= max(1, length):
-        sys.exit(f"cond_length = {cond_length}: must be from 1 to length - 1 for data of pairs, and 0 for other data; {data} "
-                 f"{'holds' if meta['pairs'] else 'does not hold'} pairs")
-    return *(Rows(folder / f"{side}.bin", dtype, meta, length or L or 1, cond_length) for side in ("train", "val")), meta
+    meta, file = read_meta(data), ROOT / data / f"{side}.bin"
+    length = length or meta["length"] or 1
+    if meta["length"] not in (0, length):
+        sys.exit(f"length = {length}: {data} holds rows of {meta['length']} tokens")
+    if bool(cond_length) != meta["pairs"]:
+        sys.exit(f"cond_length = {cond_length}: {data} holds {'' if meta['pairs'] else 'no '}pairs of "
+                 "a condition and a target; it must be above 0 for pairs, else 0")
+    offsets = np.memmap(file.with_suffix(".idx"), np.uint64, "r") if meta["pairs"] else None
+    rows = Rows(np.memmap(file, meta["dtype"], "r"), offsets, length, cond_length, meta["vocab_size"])
+    if len(rows.tokens) != meta["counts"][side]["tokens"] or not len(rows):
+        sys.exit(f"{file}: {len(rows.tokens)} tokens; meta.json says {meta['counts'][side]['tokens']}, "
+                 f"and a row has {length}; prepare the data again, with more text")
+    return rows
+
+
+@dataclass
+class Data:
+    """A run's rows, and the frozen networks that it learns from."""
+    train: Rows
+    val: Rows
+    tokenizer: object
+    encoder: torch.nn.Module
+    x_mean: torch.Tensor      # of the encoder's output: a number, or one for each channel
+    x_std: torch.Tensor
+    identity: dict            # fingerprints of data, tokenizer and encoder; x_mean and x_std
+    teacher: torch.nn.Module = None
+
+
+def load_data(config, device):
+    """Returns the Data that config names, prepared first if config says how."""
+    if config.bench:
+        return random_data(config, device)
+    if rank() == 0 and config.prepare and not (ROOT / config.data / "meta.json").is_file():
+        print(f"{config.data} is not prepared yet: running {config.prepare}", flush=True)
+        importlib.import_module(config.prepare.removesuffix(".py").replace("/", ".")).main([])
+    max_over_processes(0)  # wait for that
+    meta = read_meta(config.data)
+    train, val = (open_rows(config.data, side, config.length, config.cond_length)
+                  for side in ("train", "val"))
+    tokenizer = load_tokenizer(config.encoder, meta["tokenizer"])
+    encoder = load_encoder(config.encoder, device, meta.get("encoder_weights"))
+    identity = {key: meta[key] for key in ("fingerprint", "tokenizer", "x_mean", "x_std")}
+    identity["encoder_weights"] = encoder_fingerprint(encoder)
+    x_mean, x_std = (torch.tensor(meta[key], device=device) for key in ("x_mean", "x_std"))
+    return Data(train, val, tokenizer, encoder, x_mean, x_std, identity)
+
+
+def random_data(config, device):
+    """Returns random rows and a random encoder of the right shape, for --bench."""
+    from transformers import T5Config, T5EncoderModel
+    local = (ROOT / config.encoder / "config.json").is_file()
+    shape = T5Config.from_pretrained(ROOT / config.encoder) if local else T5Config(vocab_size=32100)
+    encoder, V, L = T5EncoderModel(shape).to(device).eval(), shape.vocab_size, config.length
+    tokens, offsets = np.random.default_rng(0).integers(2, V, (1000, L)), None
+    if config.cond_length:
+        offsets = np.append(0, L * np.arange(1000)[:, None] + [config.cond_length, L])
+    rows = Rows(tokens.flatten(), offsets, L, config.cond_length, V)
+    return Data(rows, rows, range(V), encoder.requires_grad_(False), 0.0, 0.2, {})
 
 
 @functools.lru_cache(maxsize=2)
@@ -89,19 +131,50 @@ def shuffled(n, seed, epoch):
 
 
 def batch_rows(n, step, batch_size, seed):
-    """Which of n rows the global batch of `step` holds: epochs end to end, each in its own order, every row once in each."""
+    """Returns which of n rows step takes. Every epoch visits each row once, in its own order."""
     places = np.arange(step * batch_size, (step + 1) * batch_size)
-    return np.array([shuffled(n, seed, int(epoch))[i] for epoch, i in zip(places // n, places % n)])
+    return np.array([shuffled(n, seed, int(epoch))[i]
+                     for epoch, i in zip(places // n, places % n)])
 
 
-class RandomRows:
-    """Rows of random tokens that lie nowhere, for --bench."""
+def odd_rows(rows, n, seed=0):
+    """Returns `batch` of n random odd validation rows, to report on; the even ones are to choose by."""
+    return rows.batch(2 * np.random.default_rng(seed).permutation(len(rows) // 2)[:n] + 1)
 
-    def __init__(self, vocab_size, L, cond_length):
-        self.vocab_size, self.L, self.cond_length = vocab_size, L, cond_length
 
-    def __len__(self):
-        return 1_000_000
+def read_conditions(source, n, settings, tokenizer):
+    """
+    Returns n conditions, as lists of token ids, and for each a record of its text and reference.
 
-    def batch(self, where):
-        return np.random.default_rng(where).integers(2, self.vocab_size, (len(where), self.L)), np.full(len(where), self.cond_length)
+    source  a text, for all; a .txt file, one in each line; a .jsonl file of {"input": ..., "output":
+            ...}; "val" or "test", the run's own data; or None, for runs without conditions
+    """
+    length, most = settings["length"], settings["cond_length"]
+    if (source is not None) != (most > 0):
+        sys.exit("--cond: this run writes from a condition; give one" if most else
+                 "--cond: this run was trained without conditions; leave it out")
+    if source is None:
+        return [[]] * n, [{}] * n
+    if length <= most:
+        sys.exit(f"--length {length}: leaves no room after a condition of {most} tokens")
+    if source in ("val", "test"):
+        rows = odd_rows(open_rows(settings["data"], source, length, most), n)
+        conds = [row[:n_cond].tolist() for row, n_cond in zip(*rows)]
+        return conds, [dict(cond=tokenizer.decode(cond), reference=to_text(tokenizer, row, len(cond)))
+                       for cond, row in zip(conds, rows[0])]
+    try:
+        if source.endswith(".txt"):
+            lines = Path(source).read_text(encoding="utf-8-sig").splitlines()
+            records = [dict(cond=line) for line in lines][:n]
+        elif source.endswith(".jsonl"):
+            lines = Path(source).read_text(encoding="utf-8-sig").splitlines()
+            records = [dict(cond=record["input"], reference=record.get("output"))
+                       for record in map(json.loads, lines[:n])]
+        else:
+            records = [dict(cond=source)] * n
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(f"--cond {source}: cannot be read ({type(error).__name__}: {error})")
+    conds = to_ids(tokenizer, [record["cond"] for record in records])
+    if cut := sum(len(cond) > most for cond in conds):
+        print(f"--cond: {cut} conditions are longer than {most} tokens, and cut", file=sys.stderr)
+    return [cond[:most] for cond in conds], records

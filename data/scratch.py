@@ -1,4 +1,7 @@
-"""A tokenizer, a small T5 encoder and a small scorer made from scratch, where the released ones cannot be had."""
+"""
+A tokenizer, a small T5 encoder and a small scorer from scratch, where no released ones can be had.
+"""
+import itertools
 import json
 import sys
 from collections import Counter
@@ -7,68 +10,79 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
+from transformers import (GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config,
+                          T5EncoderModel)
 
-from config.machine import autocast, precision, progress
-from data import EOS
-from data.encoder import one_line, to_ids
-from train import Muon
+from data.encoder import EOS, one_line, to_ids
+from runtime import autocast, progress
 
-PAD, UNK, MASK = 0, 2, 3  # and EOS, 1
-RECIPE = dict(width=64, layers=4, heads=4, steps=1800, batch_size=128)  # of an encoder that learns in minutes on 2 cores
-VOCAB_SIZE = 4096
 SPECIAL = ["<pad>", "</s>", "<unk>", "<extra_id_0>"]
-CODE = [(r"[_*]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " "), (r"(?<=\w)\(", " ( "), (r" +", " "), (r"^ | $", "")]
+PAD, UNK, MASK = 0, 2, 3  # and EOS, 1
+RECIPE = dict(width=64, layers=4, heads=4, steps=1800, batch_size=128)
+CPU = torch.device("cpu")
 
 
-def train_tokenizer(texts, vocab_size):
+# ---------------------------------------------------------------------------------------------------
+# tokenizers
+
+def train_tokenizer(texts, vocab_size=4096):
     """
-    A T5-style unigram tokenizer learned from texts. The trainer adds numbers up in no fixed order, so its scores are rounded and its
-    pieces sorted: the same texts give the same tokens.
+    Returns a T5-style unigram tokenizer learned from texts.
+
+    The trainer adds numbers in no fixed order. Rounding its scores makes the result repeatable.
     """
     tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=vocab_size, special_tokens=SPECIAL,
-                                                                 unk_token="<unk>", show_progress=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.train_from_iterator(texts, trainers.UnigramTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False))
     pieces = json.loads(tokenizer.to_str())["model"]["vocab"][len(SPECIAL):]
-    pieces = sorted(((piece, round(score, 6)) for piece, score in pieces), key=lambda entry: (-entry[1], entry[0]))
+    pieces = sorted(((piece, round(score, 6)) for piece, score in pieces),
+                    key=lambda entry: (-entry[1], entry[0]))
     tokenizer.model = models.Unigram([(piece, 0.0) for piece in SPECIAL] + pieces, unk_id=UNK)
-    return wrapped(tokenizer)
+    return wrap(tokenizer)
+
+
+CODE = [(r"[_*]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " "), (r"(?<=\w)\(", " ( "),
+        (r" +", " "), (r"^ | $", "")]
 
 
 def word_tokenizer(texts, least, code=False):
     """
-    Whole words, with the space before them, and single punctuation marks: those that occur at least so often; all others are <unk>.
-    code: names are words too, `def load_image(path)` as `def load image ( path)` and `class ImageFile` as `class Image File`.
+    Returns a tokenizer of the words and punctuation marks that occur at least `least` times.
+
+    code  also splits names: `load_image(path)` is read as `load image ( path)`
     """
-    normalizer = normalizers.Sequence([normalizers.Replace(Regex(pattern), space) for pattern, space in CODE] if code else [])
-    pre = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")])
-    count = Counter(token for text in texts for token, _ in pre.pre_tokenize_str(normalizer.normalize_str(text)))
-    kept = sorted((token for token, n in count.items() if n >= least), key=lambda token: (-count[token], token))
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(SPECIAL + kept)}, unk_token="<unk>"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, pre, decoders.Metaspace()
-    return wrapped(tokenizer)
+    normalizer = normalizers.Sequence(
+        [normalizers.Replace(Regex(pattern), space) for pattern, space in CODE] if code else [])
+    pre = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")])
+    count = Counter(token for text in texts
+                    for token, _ in pre.pre_tokenize_str(normalizer.normalize_str(text)))
+    kept = sorted((token for token, n in count.items() if n >= least),
+                  key=lambda token: (-count[token], token))
+    vocabulary = {token: i for i, token in enumerate(SPECIAL + kept)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre
+    return wrap(tokenizer)
 
 
-def wrapped(tokenizer):
-    """As transformers has tokenizers."""
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
-                                   additional_special_tokens=["<extra_id_0>"])
+def wrap(tokenizer):
+    """Returns a tokenizer of the tokenizers library as one of transformers."""
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>",
+                                   unk_token="<unk>", additional_special_tokens=["<extra_id_0>"],
+                                   clean_up_tokenization_spaces=False)
 
 
-def to_rows(tokenizer, texts, length):
-    """
-    Texts of fewer than `length` tokens, all of them known, as rows (n, length) uint16, each ended and padded with </s>; other texts are
-    dropped.
-    """
-    ids = (t for t in to_ids(tokenizer, texts) if 0 < len(t) < length and UNK not in t)
-    return np.array([t + [EOS] * (length - len(t)) for t in ids], dtype=np.uint16).reshape(-1, length)
-
+# ---------------------------------------------------------------------------------------------------
+# the encoder
 
 def word_vectors(rows, vocab_size, width):
     """
-    (vocab_size, width), of deviation 1: tokens of like use lie near each other. They are the leading singular vectors of how much more often
-    than by chance two tokens stand side by side, or with one between them (the logarithm of that, where it is positive).
+    Returns (vocab_size, width) vectors of deviation 1, in which tokens of like use are close.
+
+    They are the leading singular vectors of the positive pointwise mutual information of tokens
+    that stand side by side in rows (n, L), or with one token between them.
     """
     together = torch.zeros(vocab_size, vocab_size)
     for apart in (1, 2):
@@ -76,115 +90,118 @@ def word_vectors(rows, vocab_size, width):
         together.index_put_(pairs, torch.full(pairs[0].shape, 1 / apart), accumulate=True)
     together += together.T.clone()
     by_chance = together.sum(0) * together.sum(1, keepdim=True) / together.sum()
-    U, S, _ = torch.svd_lowrank((together / by_chance.clamp(min=1e-9)).clamp(min=1).log(), q=min(width, vocab_size))
+    information = (together / by_chance.clamp(min=1e-9)).clamp(min=1).log()
+    U, S, _ = torch.svd_lowrank(information, q=min(width, vocab_size))
     vectors = F.pad(U * S.sqrt(), (0, width - len(S)))
     return vectors / vectors.std().clamp(min=1e-6)
 
 
-def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, lr=0.01, muon_lr=0.009, mask_share=0.3, noise_weight=0.0, seed=0):
+def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, lr=0.01,
+                  muon_lr=0.009, mask_share=0.3, noise_weight=0.0, seed=0):
     """
-    A T5 encoder trained from scratch to predict masked tokens: a stand-in for the T5 objective, which would need a decoder.
+    Trains a T5EncoderModel to predict masked tokens of rows (n, L).
 
-    rows      (n, L) tokens; masks fall on text, never on the </s> that pads
-    noise_weight   of a second loss, which is no part of T5's objective: to be readable under noise. From the encoder's output, scaled as
-              ELF will see it, plus noise of a random strength of up to 1, another head names tokens that the encoder saw. Words of like
-              use then lie apart, and samples have more variety
-    returns   T5EncoderModel; the loss of its last steps is on the bar
+    noise_weight  weight of a second loss: to predict tokens from x + noise of random strength.
+                  Words of like use then lie further apart, and samples have more variety
     """
     torch.manual_seed(seed)
     rng = torch.Generator().manual_seed(seed)
     rows = torch.from_numpy(rows.astype(np.int64))
-    encoder = T5EncoderModel(T5Config(vocab_size=vocab_size, d_model=width, d_kv=width // heads, d_ff=4 * width, num_layers=layers,
-                                      num_heads=heads, dropout_rate=0.0, pad_token_id=PAD, eos_token_id=EOS))
-    encoder.shared.weight.data = word_vectors(rows, vocab_size, width)  # a masked loss of 3.71 instead of 4.00 after 600 steps
-    head, noisy_head = torch.nn.Linear(width, vocab_size), torch.nn.Linear(width, vocab_size)
-    matrices = [p for n, p in encoder.named_parameters() if n.startswith("encoder.block") and p.ndim == 2 and "bias" not in n]
-    rest = [p for module in (encoder, head, noisy_head) for p in module.parameters() if all(p is not m for m in matrices)]
-    opts = [Muon(matrices, muon_lr, dtype=precision(torch.device("cpu"))), torch.optim.Adam(rest, lr=lr, fused=True)]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(opt, lambda s: min(1, (s + 1) / 200, (steps - s) / (0.3 * steps))) for opt in opts]
-    masks = max(1, int(mask_share * (rows != EOS).float().mean() * batch_size * rows.shape[1]))  # the same number every step
+    encoder = T5EncoderModel(T5Config(
+        vocab_size=vocab_size, d_model=width, d_kv=width // heads, d_ff=4 * width,
+        num_layers=layers, num_heads=heads, dropout_rate=0.0, pad_token_id=PAD, eos_token_id=EOS))
+    encoder.shared.weight.data = word_vectors(rows, vocab_size, width)
+    head, noisy_head = (torch.nn.Linear(width, vocab_size) for _ in range(2))
+    matrices = [param for name, param in encoder.encoder.block.named_parameters()
+                if param.ndim == 2 and "bias" not in name]
+    rest = [param for module in (encoder, head, noisy_head) for param in module.parameters()
+            if all(param is not matrix for matrix in matrices)]
+    optimizers = [torch.optim.Muon(matrices, muon_lr, weight_decay=0.0),
+                  torch.optim.Adam(rest, lr, fused=True)]
+    n_masked = max(1, int(mask_share * (rows != EOS).float().mean() * batch_size * rows.shape[1]))
     order = torch.empty(0, dtype=torch.long)
     for step in (bar := progress(range(steps), desc="training the encoder")):
-        while len(order) < batch_size:
+        if len(order) < batch_size:
             order = torch.cat([order, torch.randperm(len(rows), generator=rng)])
         ids, order = rows[order[:batch_size]], order[batch_size:]
-        where = draw_tokens(ids, masks, rng)
-        masked = ids.flatten().index_fill(0, where, MASK).view_as(ids)
-        with autocast(torch.device("cpu")):
-            hidden = encoder(input_ids=masked).last_hidden_state.flatten(0, 1)
-            loss = total = F.cross_entropy(head(hidden[where]).float(), ids.flatten()[where])
+        masked = draw_tokens(ids, n_masked, rng)
+        inputs = ids.flatten().index_fill(0, masked, MASK).view_as(ids)
+        with autocast(CPU):
+            hidden = encoder(input_ids=inputs).last_hidden_state.flatten(0, 1)       # (B L, width)
+            loss = F.cross_entropy(head(hidden[masked]).float(), ids.flatten()[masked])
             if noise_weight:
-                seen = draw_tokens(ids, masks, rng)
-                x = (hidden - hidden.detach().mean(0)).float() / (hidden.detach().float().std(0) + 1e-6)
-                x = x[seen] + torch.rand(masks, 1, generator=rng) * torch.randn(masks, width, generator=rng)
-                total = loss + noise_weight * F.cross_entropy(noisy_head(x).float(), ids.flatten()[seen])
-        total.backward()
-        for opt, schedule in zip(opts, schedules):
-            opt.step()
-            opt.zero_grad()
-            schedule.step()
+                seen = draw_tokens(ids, n_masked, rng)
+                fixed = hidden.detach().float()
+                x = (hidden.float() - fixed.mean(0)) / (fixed.std(0) + 1e-6)
+                strength = torch.rand(n_masked, 1, generator=rng)
+                x = x[seen] + strength * torch.randn(n_masked, width, generator=rng)
+                noisy = F.cross_entropy(noisy_head(x).float(), ids.flatten()[seen])
+                (noise_weight * noisy).backward(retain_graph=True)
+        loss.backward()
+        rate = min(1, (step + 1) / 200, (steps - step) / (0.3 * steps))
+        for optimizer, full_rate in zip(optimizers, (muon_lr, lr)):
+            optimizer.param_groups[0]["lr"] = rate * full_rate
+            optimizer.step()
+            optimizer.zero_grad()
         if step % 20 == 0 or step == steps - 1:
             bar.set_postfix_str(f"masked-token loss {loss.item():.3f}", refresh=False)
     return encoder.eval()
 
 
 def draw_tokens(ids, count, rng):
-    """Places (count,) of tokens of text in the flattened ids."""
+    """Returns `count` random places of the flattened ids that hold text, not padding."""
     return (torch.rand(ids.shape, generator=rng) * (ids != EOS)).flatten().topk(count).indices
 
 
-def make_t5(texts, length=32):
-    """A tokenizer and an encoder for these texts and their like, trained on them end to end in rows of `length` tokens."""
-    tokenizer = train_tokenizer([one_line(text) for text in texts], VOCAB_SIZE)
-    ids = np.array([i for row in to_ids(tokenizer, texts) for i in row + [EOS]])
+def make_t5(texts, length=32, most=20_000_000):
+    """Trains a tokenizer and an encoder on the first `most` characters of texts."""
+    taken, characters = [], 0
+    for text in texts:
+        taken.append(one_line(text))
+        characters += len(text)
+        if characters > most:
+            break
+    tokenizer = train_tokenizer(taken)
+    ids = np.array(list(itertools.chain(*(ids + [EOS] for ids in to_ids(tokenizer, taken)))))
     rows = ids[:len(ids) // length * length].reshape(-1, length)
     if len(rows) < 1000:
-        sys.exit(f"--encoder scratch: {len(ids):,} tokens are too little text to learn a language from; add some")
+        sys.exit(f"{len(ids):,} tokens are too little text to learn an encoder from; add some")
     return tokenizer, train_encoder(rows, len(tokenizer), **RECIPE)
 
 
-def even_batches(lengths, batch_size, rng):
-    """
-    All rows once, in batches of about batch_size: rows of like length together, which halves the work, and about as many tokens in
-    each, so that a token weighs the same in a short row as in a long one.
-    """
-    batches = []
-    for group in torch.randperm(len(lengths), generator=rng).split(16 * batch_size):
-        group = group[lengths[group].argsort()]
-        tokens, count = lengths[group].cumsum(0), -(-len(group) // batch_size)
-        batches += group.split(((tokens - 1) * count // tokens[-1]).bincount().tolist())
-    return [batches[i] for i in torch.randperm(len(batches), generator=rng)]
+# ---------------------------------------------------------------------------------------------------
+# the scorer
 
-
-def train_scorer(rows, vocab_size, steps, width=256, layers=4, heads=4, batch_size=64, lr=1.5e-3, seed=0):
+def train_scorer(rows, vocab_size, steps, width=256, layers=4, heads=4, batch_size=64, lr=1.5e-3,
+                 seed=0):
     """
-    A small GPT-2 of the same tokens, for eval.py. It learns rows up to their first </s>; every other batch has one before the
-    row too, so that it can both score a bare row and begin one by itself.
+    Trains a small GPT-2 on rows (n, L) up to their first </s>, for eval.py.
+
+    In every other batch a </s> precedes each row, so it can score a bare row and begin one itself.
     """
     torch.manual_seed(seed)
     rng = torch.Generator().manual_seed(seed)
     rows = torch.from_numpy(rows.astype(np.int64))
     L = rows.shape[1]
-    rows = torch.cat([torch.full((len(rows), 1), EOS), rows], dim=1)[:, :L]  # </s> text </s> ...
+    rows = torch.cat([torch.full((len(rows), 1), EOS), rows], dim=1)[:, :L]      # </s> text </s> ...
     lengths = ((rows[:, 1:] != EOS).sum(1) + 2).clamp(max=L)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, n_positions=L, n_embd=width, n_layer=layers, n_head=heads,
-                                       bos_token_id=EOS, eos_token_id=EOS, attn_pdrop=0.0))
-    opt = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda s: min(1, (s + 1) / 100, (steps - s) / (0.6 * steps)))
-    batches = []
+    model = GPT2LMHeadModel(GPT2Config(
+        vocab_size=vocab_size, n_positions=L, n_embd=width, n_layer=layers, n_head=heads,
+        bos_token_id=EOS, eos_token_id=EOS, attn_pdrop=0.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.1,
+                                  fused=True)
     for step in (bar := progress(range(steps), desc="training the scorer")):
-        batches = batches or even_batches(lengths, batch_size, rng)
-        where = batches.pop()
-        ids = rows[where, step % 2:lengths[where].max()]
-        scored = torch.arange(1, ids.shape[1]) + step % 2 < lengths[where, None]
-        with autocast(torch.device("cpu")):
+        optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / 100, (steps - step) / (0.6 * steps))
+        batch = torch.randint(len(rows), (batch_size,), generator=rng)
+        ids = rows[batch, step % 2:lengths[batch].max()]
+        scored = torch.arange(1, ids.shape[1]) + step % 2 < lengths[batch, None]
+        with autocast(CPU):
             logits = model(input_ids=ids).logits[:, :-1]
         loss = F.cross_entropy(logits[scored].float(), ids[:, 1:][scored])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
-        schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
         if step % 20 == 0 or step == steps - 1:
             bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
     return model.eval()

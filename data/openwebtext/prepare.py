@@ -1,35 +1,31 @@
 """
-OpenWebText as the paper uses it: documents tokenised for t5-small, each ended with </s>, all end to end; train.py cuts rows of 1,024.
-
-A document's side, train or val, depends on its own text alone. An interrupted run leaves nothing behind; run again, it starts anew.
+OpenWebText, as in the paper: documents tokenised for t5-small, each ended by </s>, end to end.
 
     pip install datasets
-    python data/openwebtext/prepare.py                                       # 8 million documents, 9 billion tokens, 18 GB
-    python data/openwebtext/prepare.py --limit 20000 --out data/owt_trial    # a trial, a few minutes
-    python data/openwebtext/prepare.py --pretokenized embedded-language-flows/openwebtext-t5    # the authors' tokens, as they are
+    python data/openwebtext/prepare.py                      # 8 million documents, 18 GB
+    python data/openwebtext/prepare.py --limit 20000 --val_share 0.05 --out data/owt_trial
+    python data/openwebtext/prepare.py --pretokenized --repo embedded-language-flows/openwebtext-t5
 """
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from config.machine import run_program  # noqa: E402
-from data.files import build, columns, hub, options, share  # noqa: E402
+from data.prepare import build, hub_rows, options, side_of  # noqa: E402
 
-REPO, REVISION = "Skylion007/openwebtext", "refs/convert/parquet"  # `datasets` no longer runs the script of the main revision
-VAL_SHARE, TRIAL_VAL_SHARE = 0.0005, 0.05
+REPO = "Skylion007/openwebtext"
 
 
 def main(argv=None):
-    parser = options(__doc__, HERE, REPO)
-    parser.add_argument("--val_share", type=share, help=f"of the documents ({VAL_SHARE}; {TRIAL_VAL_SHARE} with --limit)")
-    parser.add_argument("--pretokenized", metavar="REPO", help="a dataset, or folder of Parquet files, with a column input_ids")
+    parser = options(__doc__, HERE, REPO, val_share=0.0005)
+    parser.add_argument("--pretokenized", action="store_true", help="the repo has a column input_ids")
     args = parser.parse_args(argv)
-    repo, tokens = args.pretokenized or args.repo, bool(args.pretokenized)
-    [(_, rows)], total = hub(repo, {"train": "train"}, args.limit, revision=None if repo != REPO else REVISION)
-    items = ((None, row) for row in columns(repo, rows, *(["input_ids"] if tokens else ["text"]), kind=list if tokens else str))
-    build(args, items, val_share=args.val_share or (TRIAL_VAL_SHARE if args.limit else VAL_SHARE), total=total, pretokenized=tokens)
+    where = dict(revision="refs/convert/parquet") if args.repo == REPO else {}  # main is a script
+    rows = hub_rows(args.repo, "train", args.limit, **where)
+    column = "input_ids" if args.pretokenized else "text"
+    items = ((side_of(str(row[column]), args.val_share), [row[column]]) for row in rows)
+    build(args, items, pretokenized=args.pretokenized)
 
 
 if __name__ == "__main__":
-    run_program(main)
+    main()

@@ -1,29 +1,21 @@
 """
-WMT14 German to English as the paper uses it: 4.5 million pairs of a German condition and its English target, tokenised for t5-small.
-
-An interrupted run leaves nothing behind; run again, it starts anew.
+WMT14 German to English, as in the paper: 4.5 million pairs, tokenised for t5-small.
 
     pip install datasets
-    python data/wmt14_de_en/prepare.py
-    python data/wmt14_de_en/prepare.py --limit 10000 --out data/wmt_trial    # a trial
+    python data/wmt14_de_en/prepare.py --limit 10000 --out data/wmt_trial    # or all of it
 """
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from config.machine import run_program  # noqa: E402
-from data.files import build, columns, hub, options  # noqa: E402
-
-REPO, CONFIG = "wmt/wmt14", "de-en"
+from data.prepare import build_splits, options  # noqa: E402
 
 
 def main(argv=None):
-    args = options(__doc__, HERE, REPO).parse_args(argv)
-    splits, total = hub(args.repo, {"train": "train", "validation": "val", "test": "test"}, args.limit, name=CONFIG)
-    items = ((side, pair) for side, rows in splits for pair in columns(args.repo, rows, "translation.de", "translation.en"))
-    build(args, items, pairs=True, total=total)
+    args = options(__doc__, HERE, "wmt/wmt14").parse_args(argv)
+    build_splits(args, lambda row: [row["translation"]["de"], row["translation"]["en"]], name="de-en")
 
 
 if __name__ == "__main__":
-    run_program(main)
+    main()
