@@ -1,13 +1,12 @@
 """
 What a run leaves on disk, and how it is read back.
 
-    out/<name>/ckpt_<step>.pt   the newest few checkpoints, each written aside and then renamed
-    out/<name>/log.jsonl        one line now and then; of lines with the same step, the last counts
-    out/<name>/t5/              a copy of the encoder, if that is a folder: a run can be moved or shared
+    out/<name>/ckpt_<step>.pt   the newest checkpoints, each written aside and then renamed
+    out/<name>/log.jsonl        a line now and then; of lines with the same step, the last counts
+    out/<name>/t5/              a copy of the encoder, if that is a folder, so a run can be moved
 """
 import copy
 import itertools
-import json
 import os
 import re
 import shutil
@@ -19,60 +18,52 @@ from pathlib import Path
 import filelock
 import torch
 
-from config import ROOT, Config
+import runtime
+from config import ROOT, SAMPLER, Config, add_options
+from data.encoder import load_tokenizer
 from model import ELF, Architecture
-from runtime import (cast_matrices, compile_blocks, max_over_processes, precision, print0, rank)
+from runtime import max_over_processes, rank
 
-# What released weights do not say (Tab. 4): where they differ from the defaults of Config, by name.
+# What released weights do not say (Tab. 4), where it differs from the defaults of Config.
 PAIRS = dict(sample_steps=64, sample_gamma=0.0, sample_w=1.0, sample_cfg=2.0)
-RELEASED = {"de-en": PAIRS | dict(length=128, cond_length=64, data="data/wmt14_de_en"),
-            "xsum": PAIRS | dict(length=1088, cond_length=1024, data="data/xsum"),
+RELEASED = {"de-en": PAIRS | dict(data="data/wmt14_de_en", length=128, cond_length=64),
+            "xsum": PAIRS | dict(data="data/xsum", length=1088, cond_length=1024),
             "PD-owt": dict(sample_steps=8, sample_w=2.5)}
+RENAMED = {  # the reference's names, and those of our earlier checkpoints
+    "_orig_mod.": "", "self_cond_proj.": "in_proj.",
+    "text_proj.proj1": "bottleneck.0", "text_proj.proj2": "bottleneck.1",
+    "t_embedder.mlp_": "time.mlp.", "t_emb_tokens": "time.tokens",
+    "self_cond_cfg_embedder.mlp_": "guidance.mlp.", "self_cond_cfg_tokens": "guidance.tokens",
+    "final_layer.norm_final": "x_head.0", "final_layer.linear": "x_head.1",
+    "unembed_kernel": "token_head.2.weight", "unembed_bias": "token_head.2.bias",
+    "proj_kernel": "token_head.0.weight", "proj_bias": "token_head.0.bias",
+    "denoise.": "x_head.", "unembed.": "token_head."}
 
-RENAMED = [  # the names of earlier checkpoints, and those of the reference
-    (r"^scale\.", "guidance."), (r"^denoise\.", "x_head."), (r"^unembed\.", "token_head."),
-    (r"^(module\.|_orig_mod\.)+", ""), (r"^self_cond_proj\.", "in_proj."),
-    (r"^text_proj\.proj1\.", "bottleneck.0."), (r"^text_proj\.proj2\.", "bottleneck.1."),
-    (r"^t_embedder\.mlp_", "time.mlp."), (r"^t_emb_tokens$", "time.tokens"),
-    (r"^self_cond_cfg_embedder\.mlp_", "guidance.mlp."),
-    (r"^self_cond_cfg_tokens$", "guidance.tokens"),
-    (r"^final_layer\.norm_final\.", "x_head.0."), (r"^final_layer\.linear\.", "x_head.1."),
-    (r"^proj_kernel$", "token_head.0.weight"), (r"^proj_bias$", "token_head.0.bias"),
-    (r"^unembed_kernel$", "token_head.2.weight"), (r"^unembed_bias$", "token_head.2.bias")]
-
-
-# ---------------------------------------------------------------------------------------------------
-# finding and loading
+# A student has these from its teacher; a resumed run may change none of either list.
+EMBEDDINGS = ["length", "cond_length", "tokenizer", "encoder_weights"]
+RUN = [*EMBEDDINGS, "depth", "dim", "heads", "bottleneck", "predict", "optimizer", "fingerprint"]
 
 def checkpoints(folder):
-    """Returns the checkpoint files in a folder, of a run or of released weights, newest first."""
+    """Returns the checkpoint files in a folder, newest first."""
     files = [f for f in folder.glob("*") if re.fullmatch(r"ckpt(_\d+)?\.pt|checkpoint_\d+", f.name)]
     return sorted(files, key=lambda f: int("0" + re.sub(r"\D", "", f.name)), reverse=True)
 
-
-def newest_run():
-    """Returns the folder under out/ that was written last."""
-    files = sorted((ROOT / "out").glob("**/ckpt_*.pt"), key=lambda f: f.stat().st_mtime)
-    if not files:
-        sys.exit("no run under out/ yet: train one with `python train.py`, or name released weights: "
-                 "--ckpt embedded-language-flows/ELF-B-owt-torch")
-    return str(files[-1].parent)
-
-
 def find_checkpoints(source):
-    """Returns the checkpoint files, newest first, of a file, run folder or Hugging Face repo id."""
+    """Returns the files, newest first, of a file, run folder or repo id; None is the newest run."""
+    if source is None:
+        files = sorted((ROOT / "out").glob("**/ckpt_*.pt"), key=os.path.getmtime)
+        source = str(files[-1].parent) if files else sys.exit(
+            "no run under out/ yet: train one with `python train.py`, or name one by --ckpt")
     path = Path(source) if Path(source).exists() else ROOT / source
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         from huggingface_hub import snapshot_download
         try:
             path = Path(snapshot_download(source, allow_patterns=["ckpt*", "checkpoint_*", "t5/*"]))
         except Exception as error:  # the hub's errors share no base class
-            sys.exit(f"{source}: not a local path, and not fetched from the Hugging Face hub "
+            sys.exit(f"{source}: no local path, and not fetched from the Hugging Face hub "
                      f"({type(error).__name__}); check the name and the network")
-    files = [path] if path.is_file() else checkpoints(path)
-    return files or sys.exit(f"{source or repr(source)}: no checkpoint, run folder or Hugging Face "
-                             "repo id of this name")
-
+    files = [path] if path.is_file() else checkpoints(path) if source else []
+    return files or sys.exit(f"{source!r}: no checkpoint, run folder or Hugging Face repo id")
 
 def read_newest(files):
     """Returns (file, content) of the first file that can be read, and names those that cannot."""
@@ -80,29 +71,26 @@ def read_newest(files):
         try:
             return file, dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
         except Exception as error:  # a damaged file fails in as many ways as there are formats
-            reason = " ".join(str(error).split())[:100]
-            print(f"{file}: not a readable checkpoint ({type(error).__name__}: {reason})",
-                  file=sys.stderr)
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+            print(f"{file}: not a readable checkpoint ({reason})", file=sys.stderr)
     sys.exit(f"{files[0].parent}: no checkpoint can be read")
-
 
 def load(source, device="cpu"):
     """
-    Loads a trained network with its moving-average weights.
+    Loads a trained network, with its moving-average weights, and the settings of its run.
 
-    source   a run folder or checkpoint of train.py; a file in the reference's format (a dict with
-             `ema_params1` or `params`, or a bare state dict); or a Hugging Face repo id
-    returns  (ELF in eval mode, the run's settings as a dict: those of Config, x_mean, x_std, ...)
+    source   a run folder or checkpoint of train.py, a file in the reference's format, a Hugging
+             Face repo id, or None for the newest run
+    returns  ELF in eval mode, and a dict of Config's settings, x_mean, x_std, ...
     raises   SystemExit with one line if the file is missing, damaged or of another shape
     """
-    file, content = read_newest(find_checkpoints(str(source)))
-    settings = asdict(Config()) | dict(x_mean=0.0, x_std=0.2)
+    file, content = read_newest(find_checkpoints(source))
+    settings, weights = asdict(Config()) | dict(x_mean=0.0, x_std=0.2), {}
     try:
-        weights = {}
         ema = content.get("ema") or content.get("ema_params1") or content.get("params") or content
         for name, tensor in ema.items():
-            for pattern, ours in RENAMED:
-                name = re.sub(pattern, ours, name)
+            for theirs, ours in RENAMED.items():
+                name = name.replace(theirs, ours)
             weights[name] = tensor
         if "settings" in content:
             settings |= content["settings"]
@@ -112,101 +100,56 @@ def load(source, device="cpu"):
             for name in ("token_head.0.weight", "token_head.2.weight"):
                 weights[name] = weights[name].T.contiguous()  # the reference stores (in, out)
             for name, changes in RELEASED.items():
-                settings |= changes if name in str(source) else {}
+                settings |= changes if name in source else {}
+        bottleneck, embed_dim = weights["bottleneck.0.weight"].shape
+        dim, head = len(weights["bottleneck.1.weight"]), len(weights["blocks.0.attn.q_norm.weight"])
+        depth = sum(name.endswith("attn.qkv.weight") for name in weights)
         with torch.device("meta"):
-            model = ELF(architecture_of(weights, settings["predict"]))
+            model = ELF(Architecture(depth, dim, dim // head, embed_dim,
+                                     len(weights["token_head.2.bias"]), bottleneck,
+                                     settings["predict"]))
         model.load_state_dict(weights, assign=True)
     except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
         sys.exit(f"{file}: not an ELF checkpoint, or of another shape "
-                 f"({type(error).__name__}: {reason})")
-    return model.to(device).eval(), settings
+                 f"({type(error).__name__}: {' '.join(str(error).split())[:300]})")
+    return model.to(device).eval(), settings | dict(checkpoint=str(file))
 
+def open_sampler(parser, argv):
+    """Adds a sampler's options; returns them, the network, its settings and the tokenizer."""
+    parser.add_argument("--ckpt", help="run folder, checkpoint or repo id (the newest run)")
+    parser.add_argument("--n", type=int, default=4, help="number of samples (4)")
+    parser.add_argument("--seed", type=int, default=0, help="of noise and times (0)")
+    parser.add_argument("--device", default="auto", help="cuda, mps or cpu (the best there is)")
+    add_options(parser, SAMPLER)
+    args = parser.parse_args(argv)
+    device = runtime.pick_device(args.device)
+    model, settings = load(args.ckpt, device)
+    settings |= {key: value for key in SAMPLER if (value := getattr(args, key)) is not None}
+    runtime.cast_matrices(model, runtime.precision(device))
+    if args.n * settings["length"] > 2**17:  # minutes of work: compiling takes half a minute
+        runtime.compile_blocks(model.blocks, device)
+    return args, model, settings, load_tokenizer(settings["encoder"], settings.get("tokenizer"))
 
-def architecture_of(weights, predict):
-    """Returns the Architecture that weights have, as their shapes tell."""
-    bottleneck, embed_dim = weights["bottleneck.0.weight"].shape
-    dim, head_dim = len(weights["bottleneck.1.weight"]), len(weights["blocks.0.attn.q_norm.weight"])
-    depth = sum(name.endswith("attn.qkv.weight") for name in weights)
-    vocab_size = len(weights["token_head.2.bias"])
-    return Architecture(depth, dim, dim // head_dim, embed_dim, vocab_size, bottleneck, predict)
-
-
-# ---------------------------------------------------------------------------------------------------
-# saving and resuming
+# ---- beginning, saving and resuming a run --------------------------------------------------------
 
 @dataclass
 class State:
     """What a checkpoint keeps of a run."""
     folder: Path
-    settings: dict      # of Config; x_mean and x_std; the fingerprints of data, tokenizer, encoder
+    settings: dict      # of Config; x_mean and x_std; fingerprints of data, tokenizer and encoder
     model: ELF
-    ema: ELF            # the moving average of its weights; samples come from it
+    ema: ELF            # the moving average of its weights, which samples come from
     optimizers: list
     step: int = 0       # steps done
 
-
-def save(state, keep):
-    """Writes ckpt_<step>.pt, and then removes all but the newest `keep`."""
-    content = dict(step=state.step, settings=state.settings, model=state.model.state_dict(),
-                   ema=state.ema.state_dict(), optimizers=[o.state_dict() for o in state.optimizers])
-    temporary = state.folder / "ckpt.tmp"
-    with open(temporary, "wb") as f:
-        torch.save(content, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, state.folder / f"ckpt_{state.step:08}.pt")
-    for old in checkpoints(state.folder)[keep:]:
-        old.unlink()
-
-
-def append_log(state, entry):
-    with open(state.folder / "log.jsonl", "a") as f:
-        f.write(json.dumps(dict(step=state.step) | entry) + "\n")
-
-
-# What a resumed run may not change, and what a student may not have other than its teacher.
-SIZES = ["depth", "dim", "heads", "bottleneck", "predict", "optimizer", "fingerprint"]
-EMBEDDINGS = ["length", "cond_length", "tokenizer", "encoder_weights"]
-
-
-def differences(before, now):
-    """Returns a line for each setting that differs from what it was before."""
-    return {key: f"{key} {before[key]!r:.40} -> {value!r:.40}"
-            for key, value in now.items() if before.get(key, value) != value}
-
-
-def resume(state):
-    """
-    Loads the newest readable checkpoint of state's run into it, if there is one.
-
-    No random state is kept: noise is drawn from (seed, step, rank, micro-batch) and the order of the
-    data from (seed, epoch), so the step alone says how both go on.
-    raises   SystemExit if that run has other sizes, data, tokenizer or encoder
-    """
-    if files := checkpoints(state.folder):
-        _, content = read_newest(files)
-        differ = differences(content["settings"], state.settings)
-        if refused := [differ[key] for key in SIZES + EMBEDDINGS if key in differ]:
-            sys.exit(f"{state.folder}: holds another run ({', '.join(refused)}); choose another "
-                     "--name, or move that run aside with --fresh")
-        state.model.load_state_dict(content["model"])
-        state.ema.load_state_dict(content["ema"])
-        for optimizer, saved in zip(state.optimizers, content["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        state.step = content["step"]
-        print0(f"{state.folder}: resumes at step {state.step}, {', '.join(differ.values())}")
-    if max_over_processes(state.step) != -max_over_processes(-state.step):
-        sys.exit(f"{state.folder}: not the same on all machines; choose an --out that they share")
-
-
 def new_state(config, data, device, make_optimizers):
-    """Returns the State of a run before its first step; loads weights and teacher that it names."""
+    """Returns the State of a run before its first step; loads the weights and teacher it names."""
     torch.manual_seed(config.seed)
-    model = ELF(Architecture(config.depth, config.dim, config.heads, data.encoder.config.d_model,
-                             len(data.tokenizer), config.bottleneck, config.predict)).to(device)
+    E, V = data.encoder.config.d_model, len(data.tokenizer)
+    model = ELF(Architecture(config.depth, config.dim, config.heads, E, V, config.bottleneck,
+                             config.predict)).to(device)
     model.recompute = config.recompute
-    settings = asdict(config) | data.identity
+    settings, frozen = asdict(config) | data.identity, []
     if config.init_from:
         other, _ = load(config.init_from, device)
         if other.arch != model.arch:
@@ -214,23 +157,45 @@ def new_state(config, data, device, make_optimizers):
         model.load_state_dict(other.state_dict())
     if config.teacher:
         data.teacher, before = load(config.teacher, device)
-        differ = differences(before, settings)
-        if differ := [differ[key] for key in [*EMBEDDINGS, "noise_scale"] if key in differ]:
-            sys.exit(f"teacher = {config.teacher}: it was trained otherwise ({', '.join(differ)})")
-        cast_matrices(data.teacher.requires_grad_(False), precision(device, config.bf16))
+        if differ := differences(before, settings, [*EMBEDDINGS, "noise_scale"]):
+            sys.exit(f"teacher = {config.teacher}: it was trained otherwise ({differ})")
+        runtime.cast_matrices(data.teacher, runtime.precision(device, config.bf16))
+        frozen += data.teacher.requires_grad_(False).blocks
     ema = copy.deepcopy(model).requires_grad_(False)
-    if config.compile and (config.steps >= 500 or config.bench or config.teacher):  # else not worth it
-        frozen = [*(data.teacher.blocks if config.teacher else []),
-                  *(data.encoder.encoder.block if device.type == "cuda" else [])]
-        compile_blocks([*model.blocks, *ema.blocks, *frozen], device)
+    if config.compile and (config.steps >= 500 or config.bench or config.teacher):
+        frozen += data.encoder.encoder.block if device.type == "cuda" else []
+        runtime.compile_blocks([*model.blocks, *ema.blocks, *frozen], device)
     folder = ROOT / config.out / config.name
     return State(folder, settings, model, ema, make_optimizers(model, config))
 
+def save(state, keep):
+    """Writes ckpt_<step>.pt, then removes all but the newest `keep`."""
+    content = dict(step=state.step, settings=state.settings,
+                   model=state.model.state_dict(), ema=state.ema.state_dict(),
+                   optimizers=[optimizer.state_dict() for optimizer in state.optimizers])
+    with open(state.folder / "ckpt.tmp", "wb") as f:
+        torch.save(content, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(f.name, state.folder / f"ckpt_{state.step:08}.pt")
+    for old in checkpoints(state.folder)[keep:]:
+        old.unlink()
+
+def differences(before, now, keys):
+    """Returns which of these settings are other than before, as text."""
+    return ", ".join(f"{key} {before[key]!r:.40} -> {now[key]!r:.40}" for key in keys
+                     if before.get(key, now.get(key)) != now.get(key))
 
 @contextmanager
 def open_run(state, fresh=False):
-    """Creates a run's folder, locks it while it trains, and resumes; fresh moves an old run aside."""
-    folder = state.folder
+    """
+    Creates a run's folder, locks it, and resumes the run; fresh moves a run that is there aside.
+
+    No random state is kept: noise is drawn from (seed, step, rank, micro-batch) and the order of
+    the data from (seed, epoch), so the step alone says how both go on.
+    raises   SystemExit if that run has other sizes, data, tokenizer or encoder, or is training
+    """
+    folder, encoder = state.folder, ROOT / state.settings["encoder"]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(f"{folder}.lock", timeout=0) if rank() == 0 else nullcontext():
@@ -240,11 +205,26 @@ def open_run(state, fresh=False):
                 print(f"{folder}: the run that was there is now {old}")
                 folder.mkdir()
             max_over_processes(0)  # wait for that
-            resume(state)
-            encoder = ROOT / state.settings["encoder"]
+            if files := checkpoints(folder):
+                resume(state, read_newest(files)[1])
+            if max_over_processes(state.step) != -max_over_processes(-state.step):
+                sys.exit(f"{folder}: not the same on all machines; choose an --out that they share")
             if rank() == 0 and encoder.is_dir() and not (folder / "t5").exists():
                 shutil.copytree(encoder, folder / "t5.tmp", dirs_exist_ok=True)
                 os.rename(folder / "t5.tmp", folder / "t5")
             yield
     except filelock.Timeout:
-        sys.exit(f"{folder}: another process trains there; wait for it, or choose another --name")
+        sys.exit(f"{folder}: another process trains there; wait, or choose another --name")
+
+def resume(state, content):
+    """Loads a checkpoint's content into state, and prints which settings have changed."""
+    if differ := differences(content["settings"], state.settings, RUN):
+        sys.exit(f"{state.folder}: holds another run ({differ}); choose another --name, or move it "
+                 "aside with --fresh")
+    state.model.load_state_dict(content["model"])
+    state.ema.load_state_dict(content["ema"])
+    for optimizer, saved in zip(state.optimizers, content["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    state.step = content["step"]
+    differ = differences(content["settings"], state.settings, state.settings) or "nothing"
+    runtime.print0(f"{state.folder}: resumes at step {state.step}; changed: {differ}")

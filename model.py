@@ -1,15 +1,13 @@
 """
 The ELF network: one transformer that denoises embeddings and, at the last step, decodes them.
 
-Design choices:
-- z and an earlier prediction x_sc enter side by side, through a bottleneck (128 of 512 channels)
+- z and an earlier prediction x_sc enter side by side, through a bottleneck
 - time t, guidance scale w and the mode (denoise or decode) are 12 control tokens before the text
-- full bidirectional attention without a mask: padding is ordinary text made of </s>
+- full attention without a mask: padding is ordinary text, made of </s>
 - rotary positions on the text only, RMSNorm on q and k, SwiGLU
-- two heads on one trunk: x_head predicts x when denoising, token_head the tokens when decoding
+- two heads: x_head predicts x when denoising, token_head the tokens when decoding
 
-Shapes: B rows, L positions, E embedding channels, d width, V vocabulary, 12 control tokens.
-The released models are ELF-B, M and L (Tab. 3); see config/owt_b.py, owt_m.py and owt_l.py.
+Shapes: B rows, L positions, E embedding channels, d width, V vocabulary.
 """
 from dataclasses import dataclass
 
@@ -20,27 +18,23 @@ import torch.utils.checkpoint
 
 CONTROL = 12  # control tokens before the text: 4 for time, 4 for the guidance scale, 4 for the mode
 
-
 @dataclass
 class Architecture:
-    depth: int = 12
-    dim: int = 768           # d
-    heads: int = 12
-    embed_dim: int = 512     # E, the width of the frozen encoder
-    vocab_size: int = 32100  # V
-    bottleneck: int = 128
-    predict: str = "x"       # what x_head's output stands for: x, v or eps
-
+    depth: int
+    dim: int            # d
+    heads: int
+    embed_dim: int      # E, the width of the frozen encoder
+    vocab_size: int     # V
+    bottleneck: int
+    predict: str = "x"  # what x_head's output stands for: x, v or eps
 
 def velocity(x, z, t):
     """
-    Returns the velocity (B, L, E) of the straight path that is at z at time t and at x at time 1.
+    Returns the velocity (B, L, E) of the straight path from z at time t to x at time 1 (Eq. 1).
 
-    With the clean x it is the target v; with the network's x_pred it is v_pred (Eq. 1).
-    t in [0, 1] has a shape that broadcasts to z; 1 - t is clamped at 0.05, so v stays finite.
+    t in [0, 1] broadcasts to z. 1 - t is clamped at 0.05, so that v stays finite.
     """
     return (x - z) / (1 - t).clamp(min=0.05)
-
 
 def as_x(output, z, t, predict):
     """Converts the network's output at z and t (B, 1, 1) to x_pred, if it stands for v or eps."""
@@ -49,7 +43,6 @@ def as_x(output, z, t, predict):
     if predict == "eps":
         return (z - (1 - t) * output) / t.clamp(min=0.05)
     return output
-
 
 class RMSNorm(nn.Module):
     """Scales the last axis to unit mean square, in float32."""
@@ -62,7 +55,6 @@ class RMSNorm(nn.Module):
         x = x.float()
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
 
-
 class ScalarTokens(nn.Module):
     """Embeds a scalar (B,) as four tokens (B, 4, d): learned ones plus an MLP of its sinusoids."""
 
@@ -74,9 +66,7 @@ class ScalarTokens(nn.Module):
     def forward(self, scalar):
         f = 10000 ** (-torch.arange(128, device=scalar.device) / 128)
         angle = scalar[:, None] * f
-        sinusoid = torch.cat([angle.cos(), angle.sin()], dim=-1)               # (B, 256)
-        return self.tokens + self.mlp(sinusoid)[:, None]
-
+        return self.tokens + self.mlp(torch.cat([angle.cos(), angle.sin()], dim=-1))[:, None]
 
 def rotary_table(L, head_dim, device):
     """Returns cos and sin (12 + L, head_dim / 2). Control tokens get angle 0: no rotation."""
@@ -85,12 +75,10 @@ def rotary_table(L, head_dim, device):
     angle = position[:, None] * f
     return angle.cos(), angle.sin()
 
-
 def rotate(x, cos, sin):
     """Rotates each pair of channels (0, 1), (2, 3), ... of x by the angle of its position."""
     x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([x1 * cos - x2 * sin, x1 * sin + x2 * cos], dim=-1).flatten(-2)
-
 
 class Attention(nn.Module):
     def __init__(self, dim, heads):
@@ -102,8 +90,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, h, cos, sin):
-        qkv = self.qkv(h).unflatten(-1, (3, self.heads, -1))                   # (B, 12+L, 3, ...)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                     # each (B, heads, 12+L, head_dim)
+        q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q = rotate(self.q_norm(q), cos, sin).to(v.dtype)
         k = rotate(self.k_norm(k), cos, sin).to(v.dtype)
         if h.device.type == "cpu" and h.shape[1] <= 512:  # faster there than the fused kernel
@@ -111,7 +98,6 @@ class Attention(nn.Module):
         else:
             y = F.scaled_dot_product_attention(q, k, v)
         return self.proj(y.transpose(1, 2).flatten(-2))
-
 
 class SwiGLU(nn.Module):
     def __init__(self, dim):
@@ -124,7 +110,6 @@ class SwiGLU(nn.Module):
         a, b = self.w12(h).chunk(2, dim=-1)
         return self.w3(F.silu(a) * b)
 
-
 class Block(nn.Module):
     def __init__(self, dim, heads):
         super().__init__()
@@ -136,7 +121,6 @@ class Block(nn.Module):
     def forward(self, h, cos, sin):
         h = h + self.attn(self.norm1(h), cos, sin)
         return h + self.mlp(self.norm2(h))
-
 
 class ELF(nn.Module):
     def __init__(self, arch):
@@ -159,9 +143,8 @@ class ELF(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for mlp in (self.time.mlp, self.guidance.mlp):
-            nn.init.normal_(mlp[0].weight, std=0.02)
-            nn.init.normal_(mlp[2].weight, std=0.02)
+        for layer in (*self.time.mlp[::2], *self.guidance.mlp[::2]):
+            nn.init.normal_(layer.weight, std=0.02)
         nn.init.zeros_(self.x_head[1].weight)  # the first prediction is 0, the mean of the data
 
     def forward(self, z, x_sc, t, w, n_decode=0):
@@ -186,6 +169,6 @@ class ELF(nn.Module):
             else:
                 h = block(h, cos, sin)
         h = h[:, CONTROL:]
-        output = self.x_head(h[n_decode:])
-        x_pred = as_x(output, z[n_decode:], t[n_decode:, None, None], self.arch.predict)
+        z, t = z[n_decode:], t[n_decode:, None, None]
+        x_pred = as_x(self.x_head(h[n_decode:]), z, t, self.arch.predict)
         return x_pred, self.token_head(h[:n_decode])

@@ -3,34 +3,36 @@ The machine a program runs on: device, precision, compilation, processes, seeds,
 
 Import this before torch, which reads how its threads wait when it is loaded.
 """
+import argparse
 import os
 import signal
 import sys
 import time
 
-# Waiting threads sleep instead of spinning: beside a busy process, spinning slows training severalfold.
+# Waiting threads sleep instead of spinning: on a busy machine, spinning slows training severalfold.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-
-def report_error(kind, error, traceback):
+def report(kind, error, traceback):
     """Reports an uncaught exception as Python does, but Ctrl-C in one line."""
     if issubclass(kind, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)
 
+sys.excepthook = report  # before the slow imports, which Ctrl-C may interrupt too
 
-sys.excepthook = report_error  # set before the slow imports, which Ctrl-C may interrupt too
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch._functorch.config  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import numpy as np
+import torch
+import torch._functorch.config
+import torch.distributed as dist
+from tqdm import tqdm
 
 if hasattr(sys.stdout, "reconfigure"):
     sys.stdout.reconfigure(errors="backslashreplace")  # escapes letters that the terminal lacks
 
+def parser(doc, **options):
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
 def pick_device(name="auto", index=0):
     """Returns the torch.device of this name, or the best there is; index chooses among GPUs."""
@@ -45,7 +47,6 @@ def pick_device(name="auto", index=0):
                  "use cpu, cuda or mps")
     return device
 
-
 def precision(device, bf16=True):
     """Returns torch.bfloat16 if it is wanted and this device multiplies it fast, else float32."""
     if device.type == "cpu":
@@ -55,19 +56,16 @@ def precision(device, bf16=True):
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if bf16 and fast else torch.float32
 
-
 def autocast(device, bf16=True):
     """A context in which matrix products run in the device's precision."""
     enabled = precision(device, bf16) == torch.bfloat16
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
-
 
 def cast_matrices(model, dtype):
     """Converts the matrices of a frozen network once; autocast would do so in every pass."""
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.to(dtype)
-
 
 def compile_blocks(blocks, device):
     """Compiles equal blocks, which share one graph; says so where there is no compiler."""
@@ -80,15 +78,15 @@ def compile_blocks(blocks, device):
     for block in blocks:
         block.compile(dynamic=False)
 
-
 def bench(step, count, tokens, device, bf16):
-    """Prints the median time of step(), tokens/s, memory and the share of the matrix rate."""
+    """Prints the median time of step(), tokens/s, and its share of the rate of matrix products."""
     from torch.utils.flop_counter import FlopCounterMode
     times = [seconds(step, device) for _ in progress(range(count + 2), disable=rank() > 0)]
     median = float(np.median(times[2:]))  # the first two compile
-    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    if sys.platform == "linux" and not memory:
-        import resource
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated()
+    else:
+        import resource  # not on Windows
         memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
         step()
@@ -98,7 +96,6 @@ def bench(step, count, tokens, device, bf16):
     print0(f"median step {1000 * median:,.0f} ms, {tokens / median:,.0f} tokens/s, peak memory "
            f"{memory / 1e9:.1f} GB, {share:.0%} of the matrix rate of {rate / 1e9:,.0f} GFLOP/s")
 
-
 def seconds(action, device):
     """Returns how long action() takes, to the end of its work on the device."""
     start = time.perf_counter()
@@ -107,9 +104,7 @@ def seconds(action, device):
         torch.accelerator.synchronize()
     return time.perf_counter() - start
 
-
-# ---------------------------------------------------------------------------------------------------
-# processes, randomness, progress
+# ---- processes, randomness, progress -------------------------------------------------------------
 
 def start_processes(device):
     """Joins the processes that torchrun started, if it did."""
@@ -118,55 +113,39 @@ def start_processes(device):
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
-
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
-
 
 def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
 
-
 def print0(text):
-    """Prints in the first process only."""
     if rank() == 0:
         print(text, flush=True)
 
-
 def max_over_processes(value):
-    """Returns the largest of all processes' whole numbers, which waits for them but not for a GPU."""
+    """Returns the largest of all processes' whole numbers; waits for them, but not for a GPU."""
     largest = torch.tensor(int(value))
     if dist.is_initialized():
         dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
 
-
 class StopSignal:
-    """Within a `with`: notes Ctrl-C or kill, so that a step can end. A second one ends at once."""
+    """Notes Ctrl-C or kill in `seen`, so that a step can end. A second one ends at once."""
 
-    def __enter__(self):
+    def __init__(self):
         self.seen = False
-        self.before = {n: signal.signal(n, self.note) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.note)
 
     def note(self, number, _):
         self.seen = True
         signal.signal(number, signal.SIG_DFL)
 
-    def everywhere(self):
-        """True in all processes if one of them was told to stop."""
-        return max_over_processes(self.seen) > 0
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-
 def seeded(*numbers, device="cpu"):
     """Returns a random generator of its own for (seed, row), (seed, step, rank), ..."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     return torch.Generator(device).manual_seed(seed)
-
 
 def progress(*args, **options):
     """A tqdm bar: redrawn in place on a terminal, a line every half minute in a file."""

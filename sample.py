@@ -6,7 +6,6 @@ Generates text from a trained ELF: noise, Euler steps towards embeddings, one de
     python sample.py --ckpt out/docs_cond --cond "def load_image(path)"
 """
 import runtime  # first: before torch
-import argparse
 import functools
 import json
 import sys
@@ -15,15 +14,13 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import load, newest_run
-from config import SAMPLER, add_options
-from data.encoder import embed_conditions, load_encoder, load_tokenizer, to_text
+from checkpoint import open_sampler
+from data.encoder import embed_conditions, load_encoder, to_text
 from data.rows import read_conditions
 from model import velocity
 
-
 def time_grid(steps, schedule="logit-normal", seed=0, t_mean=-1.5, t_std=0.8):
-    """Returns steps + 1 times from 0 to 1: random, at the quantiles of their density, or uniform."""
+    """Returns steps + 1 times from 0 to 1: random, at quantiles of their density, or uniform."""
     if schedule == "uniform":
         return torch.linspace(0, 1, steps + 1)
     if schedule == "quantile":
@@ -32,7 +29,6 @@ def time_grid(steps, schedule="logit-normal", seed=0, t_mean=-1.5, t_std=0.8):
         normal = torch.randn(steps - 1, generator=runtime.seeded(seed))
     inner = torch.sigmoid(t_mean + t_std * normal).sort().values
     return torch.cat([torch.zeros(1), inner, torch.ones(1)])
-
 
 def flow(model, z, grid, noise, gamma, w, cond_mask, x_cond, cfg=1.0, gamma_power=0.0):
     """
@@ -58,7 +54,6 @@ def flow(model, z, grid, noise, gamma, w, cond_mask, x_cond, cfg=1.0, gamma_powe
         x_sc = torch.where(cond_mask, x_cond, x_pred)
         yield t, z, x_sc
 
-
 def predict(model, z, x_sc, t, w, cond_mask, cfg):
     """Returns x_pred (B, L, E) at time t, guided by the condition if cfg is not 1."""
     if cfg != 1:  # a second copy of each row, without its condition
@@ -69,17 +64,15 @@ def predict(model, z, x_sc, t, w, cond_mask, cfg):
         x_pred = x_without + cfg * (x_with - x_without)
     return x_pred
 
-
 def decode(model, z, w):
     """Returns the logits (B, L, V) of embeddings z, at t = 1 and without self-conditioning."""
     w = z.new_full((len(z),), w)
     return model(z, torch.zeros_like(z), torch.ones_like(w), w, n_decode=len(z))[1].float()
 
-
 def draw_noise(rngs, L, E, scale):
     """Returns noise (B, L, E) of this scale, each row from its own generator."""
-    return scale * torch.stack([torch.randn(L, E, generator=rng, device=rng.device) for rng in rngs])
-
+    rows = [torch.randn(L, E, generator=rng, device=rng.device) for rng in rngs]
+    return scale * torch.stack(rows)
 
 @torch.no_grad()
 def sample(model, settings, n, seed=0, condition=None, on_step=None, quiet=True):
@@ -90,9 +83,10 @@ def sample(model, settings, n, seed=0, condition=None, on_step=None, quiet=True)
     condition  returns cond_mask and x_cond, as `flow` takes them, for a range of rows
     on_step    called with t and x_pred after each step of the first chunk of rows
     """
-    L, steps, gamma, gamma_power, w, cfg = (settings[key] for key in (
-        "length", "sample_steps", "sample_gamma", "sample_gamma_power", "sample_w", "sample_cfg"))
-    grid = time_grid(steps, settings["sample_schedule"], seed, settings["t_mean"], settings["t_std"])
+    L, steps, schedule, gamma, gamma_power, w, cfg = (settings[key] for key in (
+        "length", "sample_steps", "sample_schedule", "sample_gamma", "sample_gamma_power",
+        "sample_w", "sample_cfg"))
+    grid = time_grid(steps, schedule, seed, settings["t_mean"], settings["t_std"])
     scale = settings["sample_temperature"] * settings["noise_scale"]
     device, tokens = model.mode_tokens.device, []
     chunk = max(8, 2 ** (11 if device.type == "cpu" else 15) // L)  # rows at a time
@@ -103,15 +97,15 @@ def sample(model, settings, n, seed=0, condition=None, on_step=None, quiet=True)
             rngs = [runtime.seeded(seed, i, device=device) for i in rows]
             noise = functools.partial(draw_noise, rngs, L, model.arch.embed_dim, scale)
             z = noise()
-            cond_mask, x_cond = condition(rows) if condition else (torch.zeros_like(z).bool(), z)
-            for t, z, x_pred in flow(model, z, grid, noise, gamma, w, cond_mask, x_cond, cfg,
-                                     gamma_power):
+            given = condition(rows) if condition else (torch.zeros_like(z).bool(), z)
+            for t, z, x_pred in flow(model, z, grid, noise, gamma, w, *given, cfg, gamma_power):
                 bar.update(len(rows))
                 if on_step and first == 0:
                     on_step(t, x_pred)
             tokens.append(decode(model, z, w).argmax(-1).cpu())
     return torch.cat(tokens)
 
+# ---- the program ---------------------------------------------------------------------------------
 
 def sample_texts(model, settings, tokenizer, conds, encoder=None, **options):
     """Returns a text for each of conds, lists of token ids: what follows it, up to </s>."""
@@ -120,44 +114,26 @@ def sample_texts(model, settings, tokenizer, conds, encoder=None, **options):
     tokens = sample(model, settings, len(conds), **options)
     return [to_text(tokenizer, row, len(cond)) for row, cond in zip(tokens, conds)]
 
-
-# ---------------------------------------------------------------------------------------------------
-# the program
-
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ckpt", help="run folder, checkpoint or Hugging Face repo id (newest run)")
-    parser.add_argument("--cond", help="for runs with conditions: a text, a .txt or .jsonl file, or "
-                                       "`val` or `test` of the run's own data")
-    parser.add_argument("--out", type=Path, help="a new .jsonl file for the samples (terminal)")
-    parser.add_argument("--n", type=int, default=4, help="number of samples (4)")
-    parser.add_argument("--seed", type=int, default=0, help="of noise and times (0)")
-    parser.add_argument("--device", default="auto", help="cuda, mps or cpu (the best there is)")
-    add_options(parser, SAMPLER)
-    args = parser.parse_args(argv)
+    parser = runtime.parser(__doc__)
+    parser.add_argument("--cond", help="condition: a text, a .txt or .jsonl file, or `val` or "
+                                       "`test` of the run's own data")
+    parser.add_argument("--out", type=Path, help="a new .jsonl file for the samples (the terminal)")
+    args, model, settings, tokenizer = open_sampler(parser, argv)
     if args.out and args.out.exists():
         sys.exit(f"--out {args.out}: exists already; name another file")
-    device = runtime.pick_device(args.device)
-    ckpt = newest_run() if args.ckpt is None else args.ckpt
-    model, settings = load(ckpt, device)
-    settings |= {key: value for key, value in vars(args).items() if key in SAMPLER and value is not None}
-    tokenizer = load_tokenizer(settings["encoder"], settings.get("tokenizer"))
     conds, records = read_conditions(args.cond, args.n, settings, tokenizer)
-    encoder = args.cond and load_encoder(settings["encoder"], device, settings.get("encoder_weights"))
-    runtime.cast_matrices(model, runtime.precision(device))
-    if len(conds) * settings["length"] > 2**17:  # minutes of work: compiling takes half a minute
-        runtime.compile_blocks(model.blocks, device)
+    encoder = args.cond and load_encoder(settings["encoder"], model.mode_tokens.device,
+                                         settings.get("encoder_weights"))
     start = time.time()
     texts = sample_texts(model, settings, tokenizer, conds, encoder, seed=args.seed, quiet=False)
-    tokens = len(conds) * settings["length"]
-    print(f"{tokens / (time.time() - start):,.0f} tokens/s", file=sys.stderr)
+    tokens_per_s = len(conds) * settings["length"] / (time.time() - start)
+    print(f"{tokens_per_s:,.0f} tokens/s", file=sys.stderr)
     if args.out is None:
         return print("\n".join(texts))
-    about = dict(ckpt=ckpt, seed=args.seed, settings=settings)
+    about = dict(seed=args.seed, tokens_per_s=tokens_per_s, settings=settings)
     lines = [json.dumps(dict(text=text) | record | about) for text, record in zip(texts, records)]
     args.out.write_text("\n".join(lines) + "\n")
-
 
 if __name__ == "__main__":
     main()

@@ -1,5 +1,5 @@
-# The offline default: plain sentences of the installed packages' docstrings and comments, in minutes
-# on 2 CPU cores.
+# The offline default: plain sentences from the docstrings and comments of the installed packages,
+# minutes on 2 CPU cores.
 name = "docs"
 data = "data/docs"
 prepare = "data/docs/prepare.py"
@@ -19,7 +19,7 @@ lr = 0.008           # far above the paper's 0.002: a short run of a small netwo
 warmup = 60
 cooldown = 0.5
 
-# At 32 steps: much noise put back early and less and less later, more than in training, at times that
+# At 32 steps: more noise than in training is put back early, and less and less later, at times that
 # chance does not choose. That gives text which is both likely and varied.
 sample_gamma = 36.0
 sample_gamma_power = 2.0

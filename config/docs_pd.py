@@ -1,5 +1,5 @@
-# Few steps: a student of the default run that takes 16 steps. lab/few_steps.py goes on to 1 step, by
-# further rounds such as
+# Few steps: a student of the default run that takes 16 steps. lab/few_steps.py goes on to 1 step,
+# by further rounds such as
 # python train.py config/docs_pd.py --name=docs_pd_8 --init_from=out/docs_pd_16 --student_steps=8 \
 #     --teacher_substeps=4 --sample_steps=8
 base = "config/docs.py"

@@ -10,11 +10,8 @@ from config import ROOT
 
 EOS = 1  # T5's </s>: it ends a text and pads its row
 
-
 def local_or_repo(name):
-    """Returns the folder of this name in the repository, or else the name, for the hub."""
     return str(ROOT / name) if (ROOT / name).is_dir() else str(name)
-
 
 def from_pretrained(kind, name, what="encoder"):
     """Returns kind.from_pretrained(name); exits with one line if that fails."""
@@ -23,9 +20,8 @@ def from_pretrained(kind, name, what="encoder"):
     try:
         return kind.from_pretrained(local_or_repo(name))
     except Exception as error:  # transformers and the hub raise errors without a common base
-        sys.exit(f"{what} = {name}: neither a complete folder here nor fetched from the Hugging Face "
+        sys.exit(f"{what} = {name}: no complete folder here, and not fetched from the Hugging Face "
                  f"hub ({' '.join(str(error).split())[:200]}); check the name and the network")
-
 
 def load_tokenizer(name, fingerprint=None):
     """Returns the tokenizer; exits if it is not the one with this fingerprint."""
@@ -34,7 +30,6 @@ def load_tokenizer(name, fingerprint=None):
     check_same(name, "tokenizer", tokenizer_fingerprint(tokenizer), fingerprint)
     return tokenizer
 
-
 def load_encoder(name, device="cpu", fingerprint=None):
     """Returns the frozen T5 encoder; exits if it is not the one with this fingerprint."""
     from transformers import T5EncoderModel
@@ -42,31 +37,24 @@ def load_encoder(name, device="cpu", fingerprint=None):
     check_same(name, "encoder", fingerprint and encoder_fingerprint(encoder), fingerprint)
     return encoder.to(device).eval().requires_grad_(False)
 
-
 def check_same(name, what, found, wanted):
     if wanted is not None and found != wanted:
-        sys.exit(f"encoder = {name}: its {what} ({found}) is not the one that the data or the run was "
-                 f"made with ({wanted}); use that one, or prepare the data and train again")
-
+        sys.exit(f"encoder = {name}: its {what} ({found}) is not the one that the data or the run "
+                 f"have ({wanted}); use that one, or prepare the data and train again")
 
 def tokenizer_fingerprint(tokenizer):
-    """Returns 12 hex digits that identify the vocabulary."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:12]
 
-
 def encoder_fingerprint(encoder):
-    """Returns 12 hex digits that identify the weights."""
     digest = hashlib.sha256()
     for _, param in sorted(encoder.named_parameters()):
         digest.update(param.detach().float().cpu().numpy().tobytes())
     return digest.hexdigest()[:12]
 
-
 def one_line(text):
     """Returns the text with all white space as single spaces, since T5 knows no newline."""
     return " ".join(text.split())
-
 
 def to_ids(tokenizer, texts):
     """Returns each text's token ids. A "</s>" in a text becomes "< /s>", and ends nothing."""
@@ -74,17 +62,10 @@ def to_ids(tokenizer, texts):
     texts = [special.sub(lambda token: "< " + token[0][1:], one_line(text)) for text in texts]
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
-
 def to_text(tokenizer, row, n_cond=0):
     """Returns a row of token ids as text: what follows its condition, up to the first </s>."""
     row = row.tolist()[n_cond:]
     return tokenizer.decode(row[:row.index(EOS)] if EOS in row else row)
-
-
-def condition_mask(n_cond, L):
-    """Returns (B, L, 1) bool: True on the first n_cond (B,) positions of each row."""
-    return (torch.arange(L, device=n_cond.device) < n_cond[:, None])[..., None]
-
 
 @torch.no_grad()
 def embed(encoder, ids, x_mean, x_std, cond_mask=None, drop=None):
@@ -98,10 +79,10 @@ def embed(encoder, ids, x_mean, x_std, cond_mask=None, drop=None):
         return (encoder(input_ids=ids).last_hidden_state.float() - x_mean) / x_std
     drop = torch.zeros_like(cond_mask) if drop is None else drop[:, None, None]
     query_is_cond, key_is_cond = cond_mask, cond_mask.mT
-    seen = torch.where(key_is_cond, query_is_cond | ~drop, ~query_is_cond)          # (B, L, L)
-    # No version of T5's own forward takes such a mask everywhere. Its blocks do, as position bias.
+    seen = torch.where(key_is_cond, query_is_cond | ~drop, ~query_is_cond)        # (B, L, L)
+    # T5's own forward does not take such a mask in every version. Its blocks do, as position bias.
     stack, L = encoder.encoder, ids.shape[1]
-    bias = stack.block[0].layer[0].SelfAttention.compute_bias(L, L)                 # (1, heads, L, L)
+    bias = stack.block[0].layer[0].SelfAttention.compute_bias(L, L)               # (1, heads, L, L)
     bias = bias.masked_fill(~seen[:, None], torch.finfo(torch.float32).min)
     h = stack.embed_tokens(ids)
     for block in stack.block:
@@ -110,9 +91,12 @@ def embed(encoder, ids, x_mean, x_std, cond_mask=None, drop=None):
     x = (stack.final_layer_norm(h).float() - x_mean) / x_std
     return x.masked_fill(cond_mask & drop, 0.0)
 
+def condition_mask(n_cond, L):
+    """Returns (B, L, 1) bool: True on the first n_cond (B,) positions of each row."""
+    return (torch.arange(L, device=n_cond.device) < n_cond[:, None])[..., None]
 
 def embed_conditions(encoder, conds, settings, rows):
-    """Returns cond_mask (B, L, 1) and x_cond (B, L, E) of these rows of conds, lists of token ids."""
+    """Returns cond_mask (B, L, 1) and x_cond (B, L, E) of these of conds, lists of token ids."""
     L, device = settings["length"], encoder.device
     ids = torch.tensor([conds[i] + [EOS] * (L - len(conds[i])) for i in rows], device=device)
     cond_mask = condition_mask(torch.tensor([len(conds[i]) for i in rows], device=device), L)

@@ -1,10 +1,9 @@
 """
 What the prepare scripts share: writing a prepared folder, their options, the Hugging Face hub.
 
-data/README.md describes the files. A folder with a meta.json is complete: everything is written into
-<folder>/new.tmp first, and moved when it is whole, meta.json last.
+data/README.md describes the files. Everything is written into <folder>/new.tmp and moved when it is
+whole, meta.json last: a folder that has one is complete.
 """
-import argparse
 import hashlib
 import itertools
 import json
@@ -19,18 +18,14 @@ import filelock
 import numpy as np
 import torch
 
+import runtime
 from config import ROOT
 from data.encoder import (EOS, encoder_fingerprint, load_encoder, load_tokenizer, local_or_repo,
                           one_line, to_ids, tokenizer_fingerprint)
-from runtime import pick_device, progress
-
-
-# ---------------------------------------------------------------------------------------------------
-# writing a prepared folder
 
 @contextmanager
 def replacing(folder):
-    """Yields an empty folder, whose files then replace those of folder, unless there is an error."""
+    """Yields an empty folder, whose files then replace those of folder if there is no error."""
     folder.mkdir(parents=True, exist_ok=True)
     new = folder / "new.tmp"
     try:
@@ -41,14 +36,12 @@ def replacing(folder):
                 yield new
                 (folder / "meta.json").unlink(missing_ok=True)
                 for path in sorted(new.iterdir(), key=lambda path: path.name == "meta.json"):
-                    if (folder / path.name).is_dir():
-                        shutil.rmtree(folder / path.name)
+                    shutil.rmtree(folder / path.name, ignore_errors=True)  # an old t5/
                     os.replace(path, folder / path.name)
             finally:
                 shutil.rmtree(new)
     except filelock.Timeout:
         sys.exit(f"{folder}: another process is preparing it; wait until it ends")
-
 
 def write_folder(folder, rows, tokenizer, encoder_name, encoder=None, pairs=False, length=0):
     """
@@ -59,7 +52,7 @@ def write_folder(folder, rows, tokenizer, encoder_name, encoder=None, pairs=Fals
     length   tokens in a row, if they are fixed
     """
     dtype = np.dtype("uint16" if len(tokenizer) <= 65535 else "uint32")
-    ends, files = {}, {}  # of each side: where parts end, and the open file
+    ends, files = {}, {}  # of each side: where its parts end, and the open file
     with ExitStack() as stack:
         for side, parts in rows:
             if side not in files:
@@ -75,7 +68,7 @@ def write_folder(folder, rows, tokenizer, encoder_name, encoder=None, pairs=Fals
     for side in ends if pairs else ():
         np.array(ends[side], np.uint64).tofile(folder / f"{side}.idx")
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.*")):
+    for file in sorted(folder.iterdir()):
         with open(file, "rb") as f:
             while block := f.read(1 << 20):
                 digest.update(block)
@@ -88,9 +81,7 @@ def write_folder(folder, rows, tokenizer, encoder_name, encoder=None, pairs=Fals
     if encoder_name == "t5":
         save_pretrained(folder / "t5", tokenizer, encoder)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
-    print(*(f"{count['rows']:,} {side} rows, {count['tokens']:,} tokens;"
-            for side, count in counts.items()), f"fingerprint {meta['fingerprint']}", flush=True)
-
+    print(f"{counts}, {len(tokenizer):,} tokens, fingerprint {meta['fingerprint']}", flush=True)
 
 @torch.no_grad()
 def statistics(encoder, tokens, length):
@@ -106,98 +97,63 @@ def statistics(encoder, tokens, length):
     variance = (squares - rows.size * mean.square()) / max(rows.size - 1, 1)
     return dict(x_mean=mean.tolist(), x_std=variance.clamp(min=1e-12).sqrt().tolist())
 
-
 def save_pretrained(folder, tokenizer, model):
-    """Saves both in the Hugging Face format."""
     from transformers.utils import logging
     logging.disable_progress_bar()
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
-
-
-# ---------------------------------------------------------------------------------------------------
-# from texts to a folder
 
 def side_of(text, val_share):
     """Returns "train" or "val", by the hash of the text alone."""
     place = int.from_bytes(hashlib.sha256(one_line(text).encode()).digest()[:4], "big")
     return "val" if place < val_share * 2**32 else "train"
 
-
-def tokenise(items, tokenizer, end):
+def tokenise(items, tokenizer, end, encoder_name):
     """Yields (side, lists of token ids) for each (side, texts); `end` ends each list."""
-    items = iter(items)
+    items, unknown, tokens = iter(items), 0, 0
     while batch := list(itertools.islice(items, 1000)):
         ids = iter(to_ids(tokenizer, [text for _, texts in batch for text in texts]))
         for side, texts in batch:
-            yield side, [next(ids) + end for _ in texts]
-
-
-def checked(rows, tokenizer, encoder_name):
-    """Yields the rows that have text; exits if the encoder does not know their tokens."""
-    empty = unknown = tokens = 0
-    for side, parts in progress(rows, desc="tokenising", unit=" rows"):
-        if not all(set(ids) - {EOS} for ids in parts):
-            empty += 1
-            continue
-        if max(map(max, parts)) >= len(tokenizer):
-            sys.exit(f"token id {max(map(max, parts))}: {encoder_name} has only {len(tokenizer)}; name "
-                     "the --encoder that made these tokens")
-        unknown += sum(ids.count(tokenizer.unk_token_id) for ids in parts)
-        tokens += sum(map(len, parts))
-        yield side, parts
-    if empty:
-        print(f"{empty:,} rows without text were left out")
+            parts = [next(ids) for _ in texts]
+            unknown += sum(part.count(tokenizer.unk_token_id) for part in parts)
+            tokens += sum(map(len, parts))
+            if all(parts):  # else there is nothing to learn
+                yield side, [part + end for part in parts]
     if unknown > 0.01 * tokens:
         print(f"{unknown / tokens:.0%} of the tokens are unknown to {encoder_name}")
     if unknown > 0.2 * tokens:
-        sys.exit("these are too many; choose another --encoder (data/text/prepare.py: scratch)")
-
+        sys.exit("these are too many; choose another --encoder (for data/text/prepare.py: scratch)")
 
 def build(args, items, pairs=False, made=None, pretokenized=False):
     """
     Prepares the folder args.out with the tokens of args.encoder; memory does not grow with it.
 
-    items  yields (side, [document]), or (side, [condition, target]) for pairs
+    items  yields (side, [document]), or (side, [condition, target]) for pairs; pretokenized: lists
+           of token ids stand for the texts
     made   (tokenizer, encoder) that were made for these texts
-    pretokenized   lists of token ids stand for the texts
     """
     tokenizer, encoder = made or (load_tokenizer(args.encoder), None)
-    if tokenizer.eos_token_id != EOS:
-        sys.exit(f"--encoder {args.encoder}: its </s> is not token {EOS}, as every T5 has it")
     if not made and Path(args.encoder).name != "t5-small":
-        encoder = load_encoder(args.encoder, pick_device())
-    rows = items if pretokenized else tokenise(items, tokenizer, [] if pairs else [EOS])
+        encoder = load_encoder(args.encoder, runtime.pick_device())
+    if not pretokenized:
+        items = tokenise(items, tokenizer, [] if pairs else [EOS], args.encoder)
     with replacing(args.out) as folder:
-        write_folder(folder, checked(rows, tokenizer, args.encoder), tokenizer,
-                     "t5" if made else args.encoder, encoder, pairs)
-
-
-# ---------------------------------------------------------------------------------------------------
-# options, and the hub
-
-def share(text):
-    """An argparse type: a number between 0 and 1."""
-    if not 0 < float(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be between 0 and 1")
-    return float(text)
-
+        items = runtime.progress(items, desc="tokenising", unit=" rows")
+        write_folder(folder, items, tokenizer, "t5" if made else args.encoder, encoder, pairs)
 
 def options(doc, folder, repo=None, val_share=None):
     """Returns the parser of the prepare script in `folder`, which may read a hub dataset `repo`."""
-    parser = argparse.ArgumentParser(description=doc,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runtime.parser(doc)
     parser.add_argument("--encoder", default="t5-small", help="T5: repo id or folder (%(default)s)")
     parser.add_argument("--out", type=lambda name: ROOT / name, default=folder,
                         help="folder to write (the script's own)")
     if repo:
         parser.add_argument("--repo", default=repo, help="repo id or Parquet folder (%(default)s)")
-        parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows of a split")
+        parser.add_argument("--limit", type=int, help="only the first so many rows of a split")
     if val_share:
-        parser.add_argument("--val_share", type=share, default=val_share,
+        parser.add_argument("--val_share", type=float, default=val_share,
                             help="share of documents or pairs held out (%(default)s)")
     return parser
-
 
 def hub_rows(repo, split, limit=None, **where):
     """Returns a split of a Hugging Face dataset, or of a folder of Parquet files; limit streams."""
@@ -206,14 +162,13 @@ def hub_rows(repo, split, limit=None, **where):
     except ImportError:
         sys.exit("the datasets package is missing: pip install datasets")
     path = local_or_repo(repo)
-    streaming, where = limit is not None, {} if Path(path).is_dir() else where
+    where = {} if Path(path).is_dir() else where
     try:
-        rows = datasets.load_dataset(path, split=split, streaming=streaming, **where)
+        rows = datasets.load_dataset(path, split=split, streaming=limit is not None, **where)
     except Exception as error:  # the hub's errors share no base class
         sys.exit(f"{repo}: no split {split} here or on the Hugging Face hub "
                  f"({' '.join(str(error).split())[:200]}); check the name and the network")
     return rows.take(limit) if limit else rows
-
 
 def build_splits(args, texts_of, splits=("train", "val", "test"), pairs=True, **where):
     """Prepares these splits of args.repo; texts_of(row) returns its texts."""

@@ -17,15 +17,11 @@ from config import ROOT
 from data.encoder import EOS, encoder_fingerprint, load_encoder, load_tokenizer, to_ids, to_text
 from runtime import max_over_processes, rank
 
-
 @dataclass
 class Rows:
-    """
-    Rows of L tokens: a stream of documents, cut into rows, or pairs of a condition and a target,
-    cut to fit and padded with </s>.
-    """
+    """Rows of L tokens: a stream of documents, or pairs, cut to fit and padded with </s>."""
     tokens: np.ndarray
-    offsets: np.ndarray    # of pairs: where each condition and each target ends, after a 0; or None
+    offsets: np.ndarray    # of pairs: 0, and where each condition and each target ends; or None
     L: int
     cond_length: int       # the most tokens of a condition
     vocab_size: int
@@ -34,7 +30,7 @@ class Rows:
         return len(self.tokens) // self.L if self.offsets is None else len(self.offsets) // 2
 
     def batch(self, where):
-        """Returns rows `where` as ids (B, L) int64 and the lengths (B,) of their conditions."""
+        """Returns rows `where` as ids (B, L) int64, and the lengths (B,) of their conditions."""
         ids = np.full((len(where), self.L), EOS, np.int64)
         n_cond = np.zeros(len(where), np.int64)
         for row, i in enumerate(where):
@@ -46,18 +42,15 @@ class Rows:
                 both = np.concatenate([cond, self.tokens[b:c]])[:self.L]
                 ids[row, :len(both)], n_cond[row] = both, len(cond)
         if ids.max() >= self.vocab_size:
-            sys.exit(f"the data hold token id {ids.max()}, but the encoder has only "
-                     f"{self.vocab_size} tokens; prepare them again")
+            sys.exit(f"token id {ids.max()}: the encoder has only {self.vocab_size}; prepare the "
+                     "data again")
         return ids, n_cond
-
 
 def read_meta(data):
     """Returns meta.json of the folder data as a dict; exits if the folder is not prepared."""
-    file = ROOT / data / "meta.json"
-    if not file.is_file():
+    if not (ROOT / data / "meta.json").is_file():
         sys.exit(f"data = {data}: not prepared yet (no meta.json); run its prepare.py first")
-    return json.loads(file.read_text())
-
+    return json.loads((ROOT / data / "meta.json").read_text())
 
 def open_rows(data, side, length=0, cond_length=0):
     """
@@ -70,15 +63,15 @@ def open_rows(data, side, length=0, cond_length=0):
     if meta["length"] not in (0, length):
         sys.exit(f"length = {length}: {data} holds rows of {meta['length']} tokens")
     if bool(cond_length) != meta["pairs"]:
-        sys.exit(f"cond_length = {cond_length}: {data} holds {'' if meta['pairs'] else 'no '}pairs of "
-                 "a condition and a target; it must be above 0 for pairs, else 0")
+        sys.exit(f"cond_length = {cond_length}: {data} holds {'' if meta['pairs'] else 'no '}pairs "
+                 "of a condition and a target; it must be above 0 for pairs, else 0")
     offsets = np.memmap(file.with_suffix(".idx"), np.uint64, "r") if meta["pairs"] else None
-    rows = Rows(np.memmap(file, meta["dtype"], "r"), offsets, length, cond_length, meta["vocab_size"])
-    if len(rows.tokens) != meta["counts"][side]["tokens"] or not len(rows):
-        sys.exit(f"{file}: {len(rows.tokens)} tokens; meta.json says {meta['counts'][side]['tokens']}, "
-                 f"and a row has {length}; prepare the data again, with more text")
+    tokens, count = np.memmap(file, meta["dtype"], "r"), meta["counts"][side]["tokens"]
+    rows = Rows(tokens, offsets, length, cond_length, meta["vocab_size"])
+    if len(tokens) != count or not len(rows):
+        sys.exit(f"{file}: {len(tokens)} tokens, of {count} in meta.json and {length} in a row; "
+                 "prepare the data again, with more text")
     return rows
-
 
 @dataclass
 class Data:
@@ -91,7 +84,6 @@ class Data:
     x_std: torch.Tensor
     identity: dict            # fingerprints of data, tokenizer and encoder; x_mean and x_std
     teacher: torch.nn.Module = None
-
 
 def load_data(config, device):
     """Returns the Data that config names, prepared first if config says how."""
@@ -111,24 +103,21 @@ def load_data(config, device):
     x_mean, x_std = (torch.tensor(meta[key], device=device) for key in ("x_mean", "x_std"))
     return Data(train, val, tokenizer, encoder, x_mean, x_std, identity)
 
-
 def random_data(config, device):
     """Returns random rows and a random encoder of the right shape, for --bench."""
     from transformers import T5Config, T5EncoderModel
     local = (ROOT / config.encoder / "config.json").is_file()
     shape = T5Config.from_pretrained(ROOT / config.encoder) if local else T5Config(vocab_size=32100)
     encoder, V, L = T5EncoderModel(shape).to(device).eval(), shape.vocab_size, config.length
-    tokens, offsets = np.random.default_rng(0).integers(2, V, (1000, L)), None
+    tokens, offsets = np.random.default_rng(0).integers(2, V, 1000 * L), None
     if config.cond_length:
         offsets = np.append(0, L * np.arange(1000)[:, None] + [config.cond_length, L])
-    rows = Rows(tokens.flatten(), offsets, L, config.cond_length, V)
+    rows = Rows(tokens, offsets, L, config.cond_length, V)
     return Data(rows, rows, range(V), encoder.requires_grad_(False), 0.0, 0.2, {})
-
 
 @functools.lru_cache(maxsize=2)
 def shuffled(n, seed, epoch):
     return np.random.default_rng((seed, epoch)).permutation(n)
-
 
 def batch_rows(n, step, batch_size, seed):
     """Returns which of n rows step takes. Every epoch visits each row once, in its own order."""
@@ -136,18 +125,16 @@ def batch_rows(n, step, batch_size, seed):
     return np.array([shuffled(n, seed, int(epoch))[i]
                      for epoch, i in zip(places // n, places % n)])
 
-
-def odd_rows(rows, n, seed=0):
-    """Returns `batch` of n random odd validation rows, to report on; the even ones are to choose by."""
-    return rows.batch(2 * np.random.default_rng(seed).permutation(len(rows) // 2)[:n] + 1)
-
+def odd_rows(rows, n):
+    """Returns `batch` of n random odd rows, to report on; the even ones are to choose by."""
+    return rows.batch(2 * np.random.default_rng(0).permutation(len(rows) // 2)[:n] + 1)
 
 def read_conditions(source, n, settings, tokenizer):
     """
-    Returns n conditions, as lists of token ids, and for each a record of its text and reference.
+    Returns n conditions, as lists of token ids, and a record of each one's text and reference.
 
-    source  a text, for all; a .txt file, one in each line; a .jsonl file of {"input": ..., "output":
-            ...}; "val" or "test", the run's own data; or None, for runs without conditions
+    source  a text; a .txt file of one a line; a .jsonl file of {"input": ..., "output": ...};
+            "val" or "test", for the run's own data; None, for a run without conditions
     """
     length, most = settings["length"], settings["cond_length"]
     if (source is not None) != (most > 0):
@@ -158,22 +145,20 @@ def read_conditions(source, n, settings, tokenizer):
     if length <= most:
         sys.exit(f"--length {length}: leaves no room after a condition of {most} tokens")
     if source in ("val", "test"):
-        rows = odd_rows(open_rows(settings["data"], source, length, most), n)
-        conds = [row[:n_cond].tolist() for row, n_cond in zip(*rows)]
-        return conds, [dict(cond=tokenizer.decode(cond), reference=to_text(tokenizer, row, len(cond)))
-                       for cond, row in zip(conds, rows[0])]
-    try:
-        if source.endswith(".txt"):
-            lines = Path(source).read_text(encoding="utf-8-sig").splitlines()
-            records = [dict(cond=line) for line in lines][:n]
-        elif source.endswith(".jsonl"):
-            lines = Path(source).read_text(encoding="utf-8-sig").splitlines()
-            records = [dict(cond=record["input"], reference=record.get("output"))
-                       for record in map(json.loads, lines[:n])]
-        else:
-            records = [dict(cond=source)] * n
-    except (OSError, ValueError, KeyError) as error:
-        sys.exit(f"--cond {source}: cannot be read ({type(error).__name__}: {error})")
+        ids, n_cond = odd_rows(open_rows(settings["data"], source, length, most), n)
+        conds = [row[:k].tolist() for row, k in zip(ids, n_cond)]
+        return conds, [dict(cond=tokenizer.decode(row[:k]), reference=to_text(tokenizer, row, k))
+                       for row, k in zip(ids, n_cond)]
+    records = [dict(cond=source)] * n
+    if source.endswith((".txt", ".jsonl")):
+        try:
+            lines = Path(source).read_text("utf-8-sig").splitlines()[:n]
+            records = [dict(cond=line) for line in lines]
+            if source.endswith(".jsonl"):
+                records = [dict(cond=record["input"], reference=record.get("output"))
+                           for record in map(json.loads, lines)]
+        except (OSError, ValueError, KeyError) as error:
+            sys.exit(f"--cond {source}: cannot be read ({type(error).__name__}: {error})")
     conds = to_ids(tokenizer, [record["cond"] for record in records])
     if cut := sum(len(cond) > most for cond in conds):
         print(f"--cond: {cut} conditions are longer than {most} tokens, and cut", file=sys.stderr)

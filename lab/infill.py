@@ -3,23 +3,17 @@ Fills gaps in a text, with a run that was trained without conditions: the known 
 
 Each ___ is one token, ___3 is three.
 
-    python lab/infill.py "Return the ___2 of the given array." --n 4 --gamma 2 --steps 16
+    python -m lab.infill "Return the ___2 of the given array." --n 4 --gamma 2 --steps 16
 """
+import runtime  # first: before torch
+import re
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).absolute().parents[1]))
-import runtime  # noqa: E402  first: before torch
-import argparse  # noqa: E402
-import re  # noqa: E402
+import torch
 
-import torch  # noqa: E402
-
-from checkpoint import load, newest_run  # noqa: E402
-from config import SAMPLER, add_options  # noqa: E402
-from data.encoder import EOS, embed, load_encoder, load_tokenizer, to_ids  # noqa: E402
-from sample import sample  # noqa: E402
-
+from checkpoint import open_sampler
+from data.encoder import EOS, embed, load_encoder, to_ids
+from sample import sample
 
 def row_of(text, tokenizer, L):
     """Returns the tokens (L,) of a text, padded with </s>, and which of them are in gaps (L,)."""
@@ -36,7 +30,6 @@ def row_of(text, tokenizer, L):
     padding = L - len(ids)
     return torch.tensor(ids + [EOS] * padding), torch.tensor(gaps + [False] * padding)
 
-
 def fill(model, settings, tokenizer, encoder, rows, seed=0):
     """Returns each of rows, (ids, gaps) of `row_of`, as text with its gaps filled."""
     ids, gaps = (torch.stack(part).to(encoder.device) for part in zip(*rows))
@@ -47,24 +40,14 @@ def fill(model, settings, tokenizer, encoder, rows, seed=0):
     filled = torch.where(gaps, tokens, ids).tolist()
     return [tokenizer.decode(row, skip_special_tokens=True) for row in filled]
 
-
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = runtime.parser(__doc__)
     parser.add_argument("text", help="with gaps: ___ or ___3")
-    parser.add_argument("--ckpt", help="run folder, checkpoint or repo id (newest run)")
-    parser.add_argument("--n", type=int, default=4, help="number of different fillings (4)")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
-    add_options(parser, SAMPLER)
-    args = parser.parse_args(argv)
-    device = runtime.pick_device()
-    model, settings = load(newest_run() if args.ckpt is None else args.ckpt, device)
-    settings |= {key: value for key in SAMPLER if (value := getattr(args, key)) is not None}
-    tokenizer = load_tokenizer(settings["encoder"], settings.get("tokenizer"))
-    encoder = load_encoder(settings["encoder"], device, settings.get("encoder_weights"))
+    args, model, settings, tokenizer = open_sampler(parser, argv)
+    encoder = load_encoder(settings["encoder"], model.mode_tokens.device,
+                           settings.get("encoder_weights"))
     rows = [row_of(args.text, tokenizer, settings["length"])] * args.n
     print("\n".join(fill(model, settings, tokenizer, encoder, rows, args.seed)))
-
 
 if __name__ == "__main__":
     main()

@@ -1,14 +1,6 @@
 """
-Your own text, in UTF-8, of any size.
-
-    .txt     documents with a blank line between them
-    .jsonl   in each line {"text": ...}, or {"input": ..., "output": ...} for pairs
-    .gz      either of them, compressed
-
-The hash of a document, or of a pair's input, decides whether it is held out for validation.
-
-    python data/text/prepare.py book.txt more.jsonl.gz
-    python data/text/prepare.py mine.txt --encoder scratch    # offline: an encoder of its own
+Your own text, in UTF-8: .txt files, with a blank line between documents, and .jsonl files, with
+{"text": ...} or, for pairs, {"input": ..., "output": ...} in each line. Either may be a .gz.
 """
 import gzip
 import itertools
@@ -18,15 +10,15 @@ from pathlib import Path
 
 HERE = Path(__file__).absolute().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from data.prepare import build, options, side_of  # noqa: E402
-from data.scratch import make_t5  # noqa: E402
-
+from data.prepare import build, options, side_of
+from data.scratch import make_t5
 
 def read(files):
-    """Yields the documents [text] or pairs [input, output] of all files; exits at what is neither."""
+    """Yields the documents [text] or pairs [input, output] of all files."""
     for file in files:
         number = 0
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8-sig") as lines:
+        opened = gzip.open if file.suffix == ".gz" else open
+        with opened(file, "rt", encoding="utf-8-sig") as lines:
             try:
                 if ".txt" in file.suffixes:
                     for blank, group in itertools.groupby(lines, lambda line: not line.strip()):
@@ -41,7 +33,6 @@ def read(files):
                     yield [record[key] for key in keys]
             except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError: a ValueError
                 sys.exit(f"{file}, line {number}: not UTF-8 text or such an object ({error})")
-
 
 def main(argv=None):
     parser = options(__doc__, HERE, val_share=0.01)
@@ -59,7 +50,6 @@ def main(argv=None):
         made = make_t5(text for texts in read(args.files) for text in texts)
     items = ((side_of(texts[0], args.val_share), texts) for texts in read(args.files))
     build(args, items, kinds == {2}, made)
-
 
 if __name__ == "__main__":
     main()
