@@ -169,7 +169,9 @@ def new_state(config, data, device, make_optimizers):
     return State(folder, settings, model, ema, make_optimizers(model, config))
 
 def save(state, keep):
-    """Writes ckpt_<step>.pt, then removes all but the newest `keep`."""
+    """Writes ckpt_<step>.pt, in the first process, then removes all but the newest `keep`."""
+    if rank() > 0:
+        return
     content = dict(step=state.step, settings=state.settings,
                    model=state.model.state_dict(), ema=state.ema.state_dict(),
                    optimizers=[optimizer.state_dict() for optimizer in state.optimizers])

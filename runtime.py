@@ -14,10 +14,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 def report(kind, error, traceback):
     """Reports an uncaught exception as Python does, but Ctrl-C in one line."""
-    if issubclass(kind, KeyboardInterrupt):
-        print("\ninterrupted", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, traceback)
+    if kind is KeyboardInterrupt:
+        return print("\ninterrupted", file=sys.stderr)
+    sys.__excepthook__(kind, error, traceback)
 
 sys.excepthook = report  # before the slow imports, which Ctrl-C may interrupt too
 

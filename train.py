@@ -271,9 +271,9 @@ def train(state, data, config):
                          "kept: try a smaller --lr or a longer --warmup")
             if rank() == 0:
                 observe(state, data, config, figures, bar)
-            if rank() == 0 and saving:
-                checkpoint.save(state, config.keep)
+            if saving:
                 saved = time.monotonic()
+                checkpoint.save(state, config.keep)
     if stopping:
         print0(f"stopped after step {state.step}, which is saved; the same command resumes there")
 

@@ -85,17 +85,14 @@ def write_folder(folder, rows, tokenizer, encoder_name, encoder=None, pairs=Fals
 
 @torch.no_grad()
 def statistics(encoder, tokens, length):
-    """Returns mean and deviation of each channel of x, from at most 4,096 rows of tokens."""
+    """Returns mean and deviation of each channel of x, from at most 1,024 rows of tokens."""
     length = min(length, len(tokens))
     rows = tokens[:len(tokens) // length * length].reshape(-1, length)
-    rows = rows[np.linspace(0, len(rows) - 1, min(len(rows), 4096)).astype(int)].astype(np.int64)
-    total = squares = 0
-    for ids in torch.from_numpy(rows).split(64):
-        x = encoder(input_ids=ids.to(encoder.device)).last_hidden_state.flatten(0, 1).double().cpu()
-        total, squares = total + x.sum(0), squares + x.square().sum(0)
-    mean = total / rows.size
-    variance = (squares - rows.size * mean.square()) / max(rows.size - 1, 1)
-    return dict(x_mean=mean.tolist(), x_std=variance.clamp(min=1e-12).sqrt().tolist())
+    rows = rows[np.linspace(0, len(rows) - 1, min(len(rows), 1024)).astype(int)].astype(np.int64)
+    x = [encoder(input_ids=ids.to(encoder.device)).last_hidden_state.flatten(0, 1).cpu()
+         for ids in torch.from_numpy(rows).split(64)]
+    std, mean = torch.std_mean(torch.cat(x), 0)
+    return dict(x_mean=mean.tolist(), x_std=std.clamp(min=1e-6).tolist())
 
 def save_pretrained(folder, tokenizer, model):
     from transformers.utils import logging

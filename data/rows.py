@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -73,20 +74,11 @@ def open_rows(data, side, length=0, cond_length=0):
                  "prepare the data again, with more text")
     return rows
 
-@dataclass
-class Data:
-    """A run's rows, and the frozen networks that it learns from."""
-    train: Rows
-    val: Rows
-    tokenizer: object
-    encoder: torch.nn.Module
-    x_mean: torch.Tensor      # of the encoder's output: a number, or one for each channel
-    x_std: torch.Tensor
-    identity: dict            # fingerprints of data, tokenizer and encoder; x_mean and x_std
-    teacher: torch.nn.Module = None
-
 def load_data(config, device):
-    """Returns the Data that config names, prepared first if config says how."""
+    """
+    Returns what config names: train and val rows, tokenizer, encoder, x_mean and x_std of its output,
+    and their identity, by which a run knows them again. Prepares the rows first if config says how.
+    """
     if config.bench:
         return random_data(config, device)
     if rank() == 0 and config.prepare and not (ROOT / config.data / "meta.json").is_file():
@@ -101,19 +93,20 @@ def load_data(config, device):
     identity = {key: meta[key] for key in ("fingerprint", "tokenizer", "x_mean", "x_std")}
     identity["encoder_weights"] = encoder_fingerprint(encoder)
     x_mean, x_std = (torch.tensor(meta[key], device=device) for key in ("x_mean", "x_std"))
-    return Data(train, val, tokenizer, encoder, x_mean, x_std, identity)
+    return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, encoder=encoder, x_mean=x_mean,
+                           x_std=x_std, identity=identity, teacher=None)
 
 def random_data(config, device):
-    """Returns random rows and a random encoder of the right shape, for --bench."""
+    """Returns the same, random and of the right shape, for --bench."""
     from transformers import T5Config, T5EncoderModel
     local = (ROOT / config.encoder / "config.json").is_file()
     shape = T5Config.from_pretrained(ROOT / config.encoder) if local else T5Config(vocab_size=32100)
     encoder, V, L = T5EncoderModel(shape).to(device).eval(), shape.vocab_size, config.length
-    tokens, offsets = np.random.default_rng(0).integers(2, V, 1000 * L), None
-    if config.cond_length:
-        offsets = np.append(0, L * np.arange(1000)[:, None] + [config.cond_length, L])
-    rows = Rows(tokens, offsets, L, config.cond_length, V)
-    return Data(rows, rows, range(V), encoder.requires_grad_(False), 0.0, 0.2, {})
+    offsets = np.append(0, L * np.arange(1000)[:, None] + [config.cond_length, L])
+    tokens = np.random.default_rng(0).integers(2, V, 1000 * L)
+    rows = Rows(tokens, offsets if config.cond_length else None, L, config.cond_length, V)
+    return SimpleNamespace(train=rows, val=rows, tokenizer=range(V), x_mean=0.0, x_std=0.2,
+                           encoder=encoder.requires_grad_(False), identity={}, teacher=None)
 
 @functools.lru_cache(maxsize=2)
 def shuffled(n, seed, epoch):
@@ -133,10 +126,10 @@ def read_conditions(source, n, settings, tokenizer):
     """
     Returns n conditions, as lists of token ids, and a record of each one's text and reference.
 
-    source  a text; a .txt file of one a line; a .jsonl file of {"input": ..., "output": ...};
-            "val" or "test", for the run's own data; None, for a run without conditions
+    source  a text; a .jsonl file of {"input": ..., "output": ...}; a .txt file of one a line; "val"
+            or "test", for the run's own data; None, for a run without conditions
     """
-    length, most = settings["length"], settings["cond_length"]
+    length, most, records = settings["length"], settings["cond_length"], [dict(cond=source)] * n
     if (source is not None) != (most > 0):
         sys.exit("--cond: this run writes from a condition; give one" if most else
                  "--cond: this run was trained without conditions; leave it out")
@@ -146,10 +139,9 @@ def read_conditions(source, n, settings, tokenizer):
         sys.exit(f"--length {length}: leaves no room after a condition of {most} tokens")
     if source in ("val", "test"):
         ids, n_cond = odd_rows(open_rows(settings["data"], source, length, most), n)
-        conds = [row[:k].tolist() for row, k in zip(ids, n_cond)]
-        return conds, [dict(cond=tokenizer.decode(row[:k]), reference=to_text(tokenizer, row, k))
-                       for row, k in zip(ids, n_cond)]
-    records = [dict(cond=source)] * n
+        records = [dict(cond=tokenizer.decode(row[:k]), reference=to_text(tokenizer, row, k))
+                   for row, k in zip(ids, n_cond)]
+        return [row[:k].tolist() for row, k in zip(ids, n_cond)], records
     if source.endswith((".txt", ".jsonl")):
         try:
             lines = Path(source).read_text("utf-8-sig").splitlines()[:n]

@@ -1,5 +1,4 @@
 """A tokenizer, a small T5 encoder and a small scorer from scratch, where none can be downloaded."""
-import json
 import sys
 from collections import Counter
 
@@ -21,19 +20,11 @@ CODE = [(r"[_*]+|(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " "), (r"(?<=
 CPU = torch.device("cpu")
 
 def train_tokenizer(texts, vocab_size=4096):
-    """
-    Returns a T5-style unigram tokenizer learned from texts.
-
-    The trainer adds numbers in no fixed order. Rounding its scores makes the result repeatable.
-    """
+    """Returns a T5-style unigram tokenizer learned from texts."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.train_from_iterator(texts, trainers.UnigramTrainer(
         vocab_size=vocab_size, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False))
-    pieces = json.loads(tokenizer.to_str())["model"]["vocab"][len(SPECIAL):]
-    pieces = sorted((-round(score, 6), piece) for piece, score in pieces)
-    vocabulary = [(piece, 0.0) for piece in SPECIAL] + [(piece, -score) for score, piece in pieces]
-    tokenizer.model = models.Unigram(vocabulary, unk_id=UNK)
     return wrap(tokenizer)
 
 def word_tokenizer(texts, least, code=False):
@@ -101,11 +92,8 @@ def train_encoder(rows, vocab_size, width, layers, heads, steps, batch_size=64, 
     optimizers = [torch.optim.Muon(matrices, muon_lr, weight_decay=0.0),
                   torch.optim.Adam(rest, lr, fused=True)]
     n_masked = max(1, int(mask_share * (rows != EOS).float().mean() * batch_size * rows.shape[1]))
-    order = torch.empty(0, dtype=torch.long)
     for step in (bar := progress(range(steps), desc="training the encoder")):
-        while len(order) < batch_size:
-            order = torch.cat([order, torch.randperm(len(rows), generator=rng)])
-        ids, order = rows[order[:batch_size]], order[batch_size:]
+        ids = rows[torch.randint(len(rows), (batch_size,), generator=rng)]
         masked, seen = (draw_tokens(ids, n_masked, rng) for _ in range(2))
         with autocast(CPU):
             hidden = encoder(input_ids=ids.flatten().index_fill(0, masked, MASK).view_as(ids))[0]
@@ -154,15 +142,13 @@ def train_scorer(rows, vocab_size, steps, width=256, layers=4, heads=4, batch_si
     torch.manual_seed(0)
     rng = torch.Generator().manual_seed(0)
     rows = F.pad(torch.from_numpy(rows.astype(np.int64)), (1, -1), value=EOS)      # </s> text </s>
-    lengths = ((rows[:, 1:] != EOS).sum(1) + 2).clamp(max=rows.shape[1])
     model = GPT2LMHeadModel(GPT2Config(
         vocab_size=vocab_size, n_positions=rows.shape[1], n_embd=width, n_layer=layers,
         n_head=heads, bos_token_id=EOS, eos_token_id=EOS, attn_pdrop=0.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr, (0.9, 0.95), weight_decay=0.1, fused=True)
     for step in (bar := progress(range(steps), desc="training the scorer")):
-        batch = torch.randint(len(rows), (batch_size,), generator=rng)
-        ids = rows[batch, step % 2:lengths[batch].max()]
-        scored = torch.arange(1, ids.shape[1]) + step % 2 < lengths[batch, None]
+        ids = rows[torch.randint(len(rows), (batch_size,), generator=rng), step % 2:]
+        scored = (ids[:, 1:] == EOS).cumsum(1) <= (ids[:, 1:] == EOS)
         with autocast(CPU):
             logits = model(input_ids=ids).logits[:, :-1]
         loss = F.cross_entropy(logits[scored].float(), ids[:, 1:][scored])

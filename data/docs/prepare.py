@@ -27,9 +27,9 @@ PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "
             # and what these bring along:
             "sympy", "networkx", "setuptools", "jinja2", "fsspec", "mpmath"]
 LENGTH = 12        # tokens in a row, </s> included
-COMMON = 30        # how often each token of a kept sentence occurs
+COMMON = 40        # how often each token of a kept sentence occurs
 VAL_SHARE = 0.14   # some 500 rows to choose settings by, and 500 to report
-PROSE = re.compile(r'"""(.*?)"""|' r"'''(.*?)'''|" r"((?:^[ \t]*#.*\n)+)", re.DOTALL | re.MULTILINE)
+PROSE = re.compile(r'"""(.*?)"""|' r"'''(.*?)'''|" r"((?:^[ \t]*#[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
 MARKUP = re.compile(r":[a-z:]+:(?=`)|[`*]+")
 SENTENCE = re.compile(r"(?:^|(?<=[.!?:] ))[A-Z][A-Za-z]*(?: [A-Za-z]+){2,}\.(?= [A-Z]|$)")
 
