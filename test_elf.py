@@ -61,7 +61,7 @@ P = torch.sigmoid(0.8 * wave((2, L, 1), 0.9, 0.2) + 0.8)
 Z = T[:, None, None] * X + (1 - T[:, None, None]) * 2 * EPS
 
 @pytest.fixture(autouse=True)
-def signals_as_at_first():  # a run changes them, until its program ends
+def signals_as_at_first():  # a run changes them
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -108,8 +108,7 @@ def golden_file(tmp_path_factory):
 @session
 def golden(golden_file):
     model, settings = load(golden_file)
-    found = [settings[key] for key in ("encoder", "length", "noise_scale", "x_std")]
-    assert found == ["t5-small", 1024, 2.0, 0.2]
+    assert (settings["encoder"], settings["x_std"]) == ("t5-small", 0.2)
     return model
 
 def close(values, golden):
@@ -117,7 +116,6 @@ def close(values, golden):
                for value, want in zip(values, golden, strict=True))
 
 def corners(y, first_position):
-    """What the golden tables quote."""
     return y[0, first_position, :3], y[1, -1, -3:], y.abs().mean()
 
 @torch.no_grad()
@@ -130,7 +128,6 @@ def test_network_golden(golden):
         [-0.309268, 1.541424, -0.233249], [-0.285330, 0.430183, 0.192945], 0.574466))
 
 def row_losses(model, n_dec, n_sc, x, ids, noise_scale=2.0, decode_noise=5.0, **more):
-    """train.losses as a mean for each row: mse of denoise rows, ce of decode rows."""
     kinds = slice(0, n_dec), slice(n_dec, n_dec + n_sc), slice(n_dec + n_sc, len(x))
     parts = train.losses(model, x, ids, NONE[:1].expand(len(x), L, 1), kinds,
                          noise_scale=noise_scale, decode_noise=decode_noise, **more)
@@ -186,15 +183,10 @@ def test_both_attention_paths_agree(golden):
 
 @parametrize("predict", ["x", "v", "eps"])
 def test_whatever_it_predicts_the_network_returns_x(predict):
-    """A network that is right about v or the noise is right about x; at first its output is 0."""
-    x, eps = torch.randn(2, 2, 5, 4, generator=seeded(0))
-    t = torch.tensor([0.3, 0.9])[:, None, None]
-    z = t * x + (1 - t) * eps
-    output = dict(x=x, v=x - eps, eps=eps)[predict]
-    assert allclose(as_x(output, z, t, predict), x, atol=1e-5)
-    model = ELF(Architecture(**TINY, predict=predict))
-    first = as_x(torch.zeros(2, L, E), Z, T[:, None, None], predict)
-    assert allclose(model(Z, S, T, W)[0], first)
+    t, output = T[:, None, None], dict(x=X, v=X - 2 * EPS, eps=2 * EPS)[predict]
+    assert allclose(as_x(output, Z, t, predict), X, atol=1e-5)
+    first = as_x(torch.zeros_like(Z), Z, t, predict)  # a new network's output is 0
+    assert allclose(ELF(Architecture(**TINY, predict=predict))(Z, S, T, W)[0], first)
 
 def test_recomputing_changes_no_gradient(golden, monkeypatch):
     def gradients():
@@ -341,7 +333,7 @@ def test_grid():
 
 @session
 def writer(golden):
-    """The golden network with another token head, as its own writes one token."""
+    """The golden network with another token head, since its own writes one token."""
     model = ELF(golden.arch).eval().requires_grad_(False)
     model.load_state_dict(golden.state_dict())
     torch.nn.init.normal_(model.token_head[2].weight, generator=seeded(0))
@@ -365,8 +357,7 @@ def test_rows_do_not_depend_on_neighbours_and_repeat_with_the_seed(writer):
 
 @torch.no_grad()
 def test_noise_that_falls_over_time(golden):
-    """At gamma_power 2, alpha is 1 - gamma (1 - t)^2 dt."""
-    grid, (z, noise) = torch.tensor([0.0, 0.2, 0.5, 1.0]), torch.randn(2, 2, L, E)
+    grid, z, noise = torch.tensor([0.0, 0.2, 0.5, 1.0]), 2 * EPS, S
     steps = flow(golden, z, grid, lambda: noise, 1.5, 3.0, NONE, z, gamma_power=2.0)
     x_sc = torch.zeros_like(z)
     for i, (_, ours, _) in enumerate(steps):
@@ -404,7 +395,6 @@ def docs(tmp_path_factory):
     (folder / "package.py").write_text("\n\n".join(
         f'def f{i}():\n    """{text} It has 1 number.\n\n    >>> f{i}(x_{i})\n    """\n'
         for i, text in enumerate(TEXTS)))
-    (folder / "broken.py").write_text("def (:")
     with pytest.MonkeyPatch.context() as patch:
         patch_all(patch, docs_prepare, HERE=folder, LENGTH=40, COMMON=1, VAL_SHARE=0.1,
                   RECIPE=RECIPE, source_files=lambda: sorted(folder.glob("*.py")))
@@ -447,12 +437,10 @@ def newest(run):
     return torch.load(max(run.glob("ckpt_*.pt")), weights_only=True)
 
 def records(run):
-    """The last line of each step in a run's log."""
     lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
     return list({record["step"]: record for record in lines}.values())
 
 def same(a, b):
-    """True if two checkpoints agree to the bit."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a if k != "settings")
     if isinstance(a, list):
@@ -468,7 +456,7 @@ def run(docs, tmp_path_factory):
     trained(docs, folder := tmp_path_factory.mktemp("out") / "run", "--steps=40")
     return folder
 
-def test_the_two_commands_of_the_readme_train_and_sample(run):
+def test_the_two_commands_of_the_readme(run):
     log, (model, settings) = records(run), load(str(run))
     assert [r["step"] for r in log] == [*range(5, 45, 5)] and log[-1]["loss"] < log[0]["loss"]
     first, last = (r for r in log if "val_ce" in r)
@@ -489,7 +477,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(run, docs, new):
     assert before == {f: f.read_bytes() for f in run.rglob("*") if f.is_file()}
 
 class NoWait(TorchDispatchMode):
-    """Refuses to read a number off a tensor, or a shape, for which a program waits for a GPU."""
+    """Refuses to read a number or a shape off a tensor, for which a program waits for a GPU."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         aten = torch.ops.aten
@@ -541,7 +529,7 @@ def test_epochs_visit_every_row_once():
 def test_accumulation_equals_none(docs, run, new, monkeypatch):
     order, drawn = np.random.default_rng(0).permutation(100), train.draw(
         20, 40, E, 4, Config(), seeded(0))
-    # each half of the batch holds half of the rows of each kind, so both have one objective
+    # each holds half of the rows of each kind
     halves = [[0, 1, *range(4, 8), *range(12, 16)], [2, 3, *range(8, 12), *range(16, 20)]]
 
     def step(parts):
@@ -568,7 +556,6 @@ START = [torch.randn(shape, generator=seeded(1, i)) for i, shape in enumerate(MA
 GRADS = [torch.randn(3, *shape, generator=seeded(2, i)) for i, shape in enumerate(MATRICES)]
 
 def steps_of(make_optimizer):
-    """Where an optimizer takes START by GRADS."""
     params = [torch.nn.Parameter(start.clone()) for start in START]
     optimizer = make_optimizer(params)
     for k in range(3):
@@ -599,7 +586,6 @@ def test_muon_is_newton_schulz_and_torchs(optimizer, tolerance):
         assert (ours - exact).norm() < tolerance * (exact - start).norm()
 
 def gradients(model_file, rank=0, world=1):
-    """The loss and gradients of a process's share of each kind of rows, of 20."""
     model, _ = load(model_file)
     net = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     rows = [row for first, count in ((0, 4), (4, 8), (12, 8))
@@ -637,16 +623,16 @@ import train
 rows = train.batch_rows
 def stopped(n, step, *more):
     if step == 5 and os.environ["RANK"] == "1":
-        os.kill(os.getppid(), signal.SIGTERM)  # torchrun, which hands it on
+        os.kill(os.getppid(), signal.SIGTERM)  # torchrun's
     return rows(n, step, *more)
 train.batch_rows = stopped
 train.main()
 """
 
 def started(*command):
-    command, env = [sys.executable, *map(str, command)], os.environ | dict(OMP_NUM_THREADS="1")
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                            cwd=ROOT, env=env)
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, cwd=ROOT, env=os.environ | dict(OMP_NUM_THREADS="1"))
 
 def test_torchrun_stops_together_and_goes_on(docs, tmp_path):
     (tmp_path / "stopped.py").write_text(STOPPED)
@@ -671,7 +657,7 @@ def test_torchrun_stops_together_and_goes_on(docs, tmp_path):
 KILLED = """
 import os, random, signal, sys
 import train, torch
-from transformers import AutoTokenizer, T5EncoderModel  # now, and not in each child
+from transformers import AutoTokenizer, T5EncoderModel  # once
 torch.optim.Adam([torch.zeros(1, requires_grad=True)])
 rng, save, kills = random.Random(0), torch.save, 0
 
@@ -700,7 +686,6 @@ while True:
     left = rng.randint(1, 22) if kills < 10 else -1
     if (pid := os.fork()) == 0:
         child(left)
-        sys.stdout.flush()
         os._exit(0)
     if (status := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])) == 0:
         break
@@ -718,7 +703,7 @@ def test_killed_ten_times(docs, tmp_path):
     out, _ = [process.communicate(timeout=100)[0] for process in both]
     assert both[0].returncode == 0 and "kills: 10" in out, out
     assert same(newest(killed), newest(whole))
-    assert {*os.listdir(killed)} == {*os.listdir(whole)} and len(os.listdir(whole)) == 4
+    assert {*os.listdir(killed)} == {*os.listdir(whole)} and len([*whole.iterdir()]) == 4
     a, b = ([r | dict(tokens_per_s=0) for r in records(run)] for run in (killed, whole))
     assert a == b and [r["step"] for r in a] == list(range(1, 41))
 
@@ -795,7 +780,6 @@ def test_bench_needs_nothing_and_leaves_nothing(new):
 COND = condition_mask(torch.tensor([3, 0, 5, 2]), L)
 
 def test_who_sees_whom_in_the_encoder(docs):
-    """A condition sees only itself; a target sees both, unless the condition is dropped."""
     encoder = load_encoder(docs / "t5")
     with torch.no_grad():
         for param in encoder.parameters():  # louder, so that what is seen shows
@@ -863,8 +847,18 @@ def test_pairs_of_signatures_and_sentences(pairs_run):
     assert texts["def load old row ( path, more, flag, rest)"] == "Load old row."
     shown = records(run)[-1]["samples"][0]
     assert texts[shown["cond"]] == shown["reference"] and isinstance(shown["text"], str)
-    first, *_, last = (r["val_ce"] for r in records(run) if "val_ce" in r)
-    assert last < first
+
+@parametrize("hidden", [0, 0.99999])
+@torch.no_grad()
+def test_a_hidden_condition_changes_no_loss(hidden, pairs_run):
+    folder, run = pairs_run
+    argv = "--length=32", "--cond_length=16", f"--cond_drop={hidden}"
+    config = configure(small(folder, run, *argv))
+    rows, (model, _) = data.rows.load_data(config, CPU), load(str(run))
+    ids, n_cond = rows.train.batch(range(10))
+    other = np.where(np.arange(32) < n_cond[:, None], 5, ids)
+    a, b = (train.batch_losses(model, rows, (x, n_cond), seeded(0), config) for x in (ids, other))
+    assert equal(train.objective(a, config), train.objective(b, config)) == bool(hidden)
 
 def test_sampling_from_conditions(pairs_run, tmp_path, capsys):
     (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfclass Row\r\nclass  Big\tFile\r\n")
@@ -892,9 +886,8 @@ def test_infilling_keeps_what_is_known(text, known, run):
     assert lines == again and all(re.fullmatch(known, line) for line in lines), lines
 
 def test_gaps_have_their_size(docs):
-    ids, gaps = infill.row_of("Return ___2 and ___.", load_tokenizer(docs / "t5"), 8)
-    assert gaps.nonzero().flatten().tolist() == [1, 2, 4]
-    assert (ids == EOS).nonzero().flatten().tolist() == [1, 2, 4, 6, 7]
+    ids, gaps = infill.row_of("Return ___2 and ___.", load_tokenizer(docs / "t5"), 6)
+    assert gaps.tolist() == (ids == EOS).tolist() == [False, True, True, False, True, False]
 
 # ---- progressive distillation ----
 
@@ -926,7 +919,6 @@ def test_the_distilled_target_of_a_linear_teacher():
     assert allclose(end, Z * (0.4 / 0.8) ** (1 - a), atol=1e-3)
 
 def test_losses_of_a_student(golden):
-    """Mean square distance to the target, from the x_sc that both see."""
     torch.manual_seed(0)
     student, (x, ids), r = ELF(golden.arch), batch(10), draws(10, 2)
     times = train.student_times(r["t"], Config(student_steps=4, teacher_substeps=3), seeded(0))
@@ -1037,8 +1029,7 @@ def test_eval_scores_files_beside_real_rows(run, docs, tmp_path, capsys):
         printed(sample_main, "--ckpt", run, "--n", 6, "--seed", seed, "--out", file)
     sampled, [real] = evaluate.main([*map(str, files), "--device=cpu"])
     mean, error = (f([each["entropy"] for each in sampled]) for f in (np.mean, np.std))
-    shown = rf"entropy +{mean:.4g} ± {error:.2g} +{real['entropy']:.4g}\n"
-    assert re.search(shown, capsys.readouterr().out)
+    assert re.search(rf"entropy +{mean:.4g} ± {error:.2g} ", capsys.readouterr().out)
     rows, tokenizer = data.rows.open_rows(docs, "val", 40), load_tokenizer(docs / "t5")
     odd = rows.batch(range(1, len(rows), 2))[0].tolist()  # settings are chosen by the even ones
     ids, _ = data.rows.odd_rows(rows, 6)
@@ -1054,7 +1045,6 @@ def jsonl(file, records):
     return str(file)
 
 def prepared(folder):
-    """meta.json, and for each side its documents' tokens, or its pairs'."""
     meta, sides = json.loads((folder / "meta.json").read_text()), {}
     for side, count in meta["counts"].items():
         ids = np.fromfile(folder / f"{side}.bin", meta["dtype"])
@@ -1077,7 +1067,7 @@ def prepare_text(docs, out, *files):
     text_prepare.main([*map(str, files), f"--encoder={docs}/t5", f"--out={out}", "--val_share=0.3"])
     return prepared(out)
 
-def test_text_comes_back_and_no_end_token_in_it_ends_anything(tmp_path):
+def test_no_end_token_in_a_text_ends_it(tmp_path):
     rng, odd = np.random.default_rng(0), "</s> <pad> a</s>b été 日本語 🙂 the file \t row \n".split(" ")
     texts = [f"{i}. " + " ".join(rng.choice(odd, rng.integers(1, 12))) for i in range(300)]
     lines = [re.sub("<(/s|pad)>", r"< \1>", " ".join(text.split())) for text in texts]
@@ -1172,7 +1162,7 @@ def test_the_papers_data(
         split: [row(a, b) for a, b in rows] for split, rows in texts.items()})]
     main(argv + local)
     meta, sides = prepared(tmp_path)
-    found = sorted(sum(sides.values(), []))  # a hash decides on which side one of OpenWebText is
+    found = sorted(sum(sides.values(), []))  # a hash decides on the side
     wanted = [(spell(a), spell(b)) if splits == 3 else spell(a) for a, b in sum(texts.values(), [])]
     assert found == sorted(wanted) and meta["pairs"] == (splits == 3)
     assert splits == 1 or list(map(len, sides.values())) == [10] * splits
@@ -1196,7 +1186,7 @@ def test_pretokenized_documents(docs, tmp_path, monkeypatch):
     found = sum(prepared(tmp_path)[1].values(), [])
     assert sorted(found) == sorted(row["input_ids"][:-1] for row in rows)
 
-# ---- users' mistakes: one clear message each, and a status that is not 0 ----
+# ---- users' mistakes: one clear message each ----
 
 @pytest.fixture
 def refuses(capsys):
@@ -1209,22 +1199,19 @@ def refuses(capsys):
     return check
 
 FILES = {  # of samples, texts and conditions
-    "a.txt": b"caf\xe9", "b.txt": b" \n\n", "c.txt": b"the file", "a.csv": b"the file",
-    "a.jsonl": b'{"text": "a"}\nnope\n', "b.jsonl": b'{"text": "a"}\n{"txt": "b"}\n',
-    "c.jsonl": b"", "d.jsonl": b'{"text": 5}\n', "f.jsonl": b'{"text": ""}\n',
+    "a.txt": b"caf\xe9", "c.txt": b"the file",
+    "a.jsonl": b'{"text": "a"}\nnope\n', "c.jsonl": b"",
+    "d.jsonl": b'{"text": 5}\n', "f.jsonl": b'{"text": ""}\n',
     "e.jsonl": b'{"text": "a"}\n{"input": "a", "output": "b"}\n',
     "a.py": b"steps = 'x'", "b.py": b"rate = 1"}
 
 @session
 def broken(docs, run, pairs_run, tmp_path_factory):
-    """A folder of FILES, of what is no checkpoint, and of data and runs that do not fit."""
     folder, weights = tmp_path_factory.mktemp("broken"), golden_weights()
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
     torch.save(5, folder / "number")
-    bias = weights.pop(name := "blocks.1.attn.qkv.bias")
-    torch.save(weights, folder / "missing")
-    torch.save(weights | {name: bias[:7]}, folder / "shape")
+    torch.save(weights | {"blocks.1.attn.qkv.bias": torch.ones(7)}, folder / "shape")
     for name, source in dict(cut=docs, ids=docs, words=docs, weights=pairs_run[0]).items():
         shutil.copytree(source, folder / name)
     os.truncate(folder / "cut/train.bin", 800)
@@ -1257,8 +1244,7 @@ train a.py => steps: 'x': must be int
 train b.py => rate: no such setting
 train --name=../escaped => must be a plain folder name
 train --heads=5 => dim = 256: must be a multiple
-train --cond_length=12 => cond_length = 12: must be below
-train --teacher=out/docs => a distillation needs all three
+train --teacher=a => a distillation needs all three
 train --decode_share=0.9 => decode_share .* must be below 1
 train --batch_size=7 --accum=2 => batch_size = 7: not divisible
 train --batch_size=2 => 2 rows in a micro-batch: too few
@@ -1281,32 +1267,24 @@ sample --ckpt {pairs} --cond a.txt => cannot be read .UnicodeDecode
 sample --ckpt {pairs} --cond Row --length 16 => --length 16: leaves no room
 sample --ckpt {run} --out a.txt => a.txt: exists already; name another
 sample --ckpt {run} --steps 0 => steps: 0: must be at least 1
-sample --schedule cosine => schedule: invalid choice: 'cosine'
 sample --ckpt nowhere.pt => 'nowhere.pt': no checkpoint
 sample --ckpt= => '': no checkpoint
 sample --ckpt {here} => broken.*no checkpoint
 sample --ckpt me/no-such => me/no-such: .*check the name and the network
 sample --ckpt number => no checkpoint can be read
 sample --ckpt shape => not an ELF checkpoint.*qkv.bias
-sample --ckpt missing => not an ELF checkpoint.*qkv.bias
 sample --ckpt words.pt => its tokenizer .* is not the one
 sample --ckpt weights.pt --cond Row => its encoder .* is not the one
 infill ___50 --ckpt {run} => no more than 40 tokens
 infill flibbertigibbet___ --ckpt {run} => a word that the run does not know
 eval a.jsonl => JSONDecodeError
-eval b.jsonl => KeyError: 'text'
 eval c.jsonl => no text
 eval no.jsonl => FileNotFoundError
 eval f.jsonl --scorer {docs}/scorer => all samples are empty
 text a.jsonl => a.jsonl, line 2: not UTF-8 text
-text b.jsonl => b.jsonl, line 2: .*'input'
 text d.jsonl => line 1: .*not a string
-text c.jsonl => no text in it
 text e.jsonl => pairs do not mix
 text a.txt => a.txt.*not UTF-8 text
-text b.txt => b.txt: no text in
-text no.txt => not a .txt or .jsonl
-text a.csv => a.csv: not a .txt or .jsonl
 text c.txt --encoder={docs}/t5 => too little text: no rows for val; .*--val_share
 text c.txt --encoder=no/such => encoder = no/such: .*check the name"""
 
@@ -1326,7 +1304,7 @@ def test_no_run_yet_and_a_missing_package(monkeypatch, tmp_path, refuses):
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     refuses("pip install sacrebleu rouge-score", evaluate.bleu_rouge, ("a",), ("a",))
 
-def test_settings_come_from_a_base_a_file_and_options(tmp_path):
+def test_settings_of_a_base_a_file_and_options(tmp_path):
     (tmp_path / "base.py").write_text("steps = 5\nlr = 1\nname = 'a.b'\n")
     (tmp_path / "c.py").write_text(f"base = '{tmp_path}/base.py'\nlr = 2\nbf16 = False\n")
     config = configure([f"{tmp_path}/c.py", "--steps", "1_000", "--fresh"])
@@ -1341,7 +1319,6 @@ CODE = {f.relative_to(ROOT).as_posix(): f for folder in ("", "config/", "data/",
         for f in ROOT.glob(f"{folder}*.py")}
 
 def floor(module):
-    """The place of a module's room, from the ground floor up; None if it has none."""
     return next((i for i, room in enumerate(ROOMS) if f"{module}.".startswith(f"{room}.")), None)
 
 @parametrize("file", sorted({*CODE} - {"test_elf.py"}))
@@ -1392,11 +1369,14 @@ def test_the_lessons_patches_apply_and_run(patch, writer, tmp_path):
     kinds = slice(0, 1), slice(1, 2), slice(2, 3)
     parts = patched("train.py").losses(writer, *batch(3), NONE[:1].expand(3, L, 1), kinds,
                                        **draws(3, 1), noise_scale=2.0, decode_noise=5.0)
-    assert train.objective(parts, Config()).isfinite() and len(PATCHES) >= 2
+    assert train.objective(parts, Config()).isfinite()
+
+def test_the_lesson_has_patches():
+    assert len(PATCHES) >= 2
 
 # ---- lab ----
 
-def test_the_trace_ends_with_the_texts_that_are_sampled(run, tmp_path):
+def test_the_trace_ends_with_the_samples(run, tmp_path):
     from lab import trace
     page, argv = tmp_path / "page.html", ["--ckpt", run, "--seed", 2]
     shown = printed(trace.main, *argv, "--page", page)
@@ -1427,4 +1407,4 @@ def test_few_steps_and_pictures_are_drawn(monkeypatch, tmp_path, run):
     monkeypatch.setattr(pictures, "__file__", str(tmp_path / "pictures.py"))
     few_steps.main()
     pictures.draw_losses([run])
-    assert {"few_steps.svg", "losses.svg"} <= {*os.listdir(tmp_path)}
+    assert sorted(os.listdir(tmp_path)) == ["few_steps.svg", "losses.svg"]

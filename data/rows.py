@@ -76,8 +76,8 @@ def open_rows(data, side, length=0, cond_length=0):
 
 def load_data(config, device):
     """
-    Returns what config names: train and val rows, tokenizer, encoder, x_mean and x_std of its output,
-    and their identity, by which a run knows them again. Prepares the rows first if config says how.
+    Returns what config names: train and val rows, tokenizer, encoder, x_mean and x_std of x, and
+    their identity, by which a run knows them again. Prepares the rows first if config says how.
     """
     if config.bench:
         return random_data(config, device)
@@ -93,8 +93,8 @@ def load_data(config, device):
     identity = {key: meta[key] for key in ("fingerprint", "tokenizer", "x_mean", "x_std")}
     identity["encoder_weights"] = encoder_fingerprint(encoder)
     x_mean, x_std = (torch.tensor(meta[key], device=device) for key in ("x_mean", "x_std"))
-    return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, encoder=encoder, x_mean=x_mean,
-                           x_std=x_std, identity=identity, teacher=None)
+    return SimpleNamespace(train=train, val=val, tokenizer=tokenizer, encoder=encoder,
+                           x_mean=x_mean, x_std=x_std, identity=identity, teacher=None)
 
 def random_data(config, device):
     """Returns the same, random and of the right shape, for --bench."""

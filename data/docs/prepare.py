@@ -29,7 +29,7 @@ PACKAGES = ["numpy", "torch", "transformers", "huggingface_hub", "tokenizers", "
 LENGTH = 12        # tokens in a row, </s> included
 COMMON = 40        # how often each token of a kept sentence occurs
 VAL_SHARE = 0.14   # some 500 rows to choose settings by, and 500 to report
-PROSE = re.compile(r'"""(.*?)"""|' r"'''(.*?)'''|" r"((?:^[ \t]*#[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
+PROSE = re.compile(r'"""(.*?)"""|' r"'''(.*?)'''|" r"((?:^[ \t]*#[^\n]*\n)+)", re.S | re.M)
 MARKUP = re.compile(r":[a-z:]+:(?=`)|[`*]+")
 SENTENCE = re.compile(r"(?:^|(?<=[.!?:] ))[A-Z][A-Za-z]*(?: [A-Za-z]+){2,}\.(?= [A-Z]|$)")
 
