@@ -2,8 +2,8 @@
 What a run leaves on disk, and how it is read back.
 
     out/<name>/ckpt_<step>.pt   the newest checkpoints, each written aside and then renamed
-    out/<name>/log.jsonl        a line now and then; of lines with the same step, the last counts
-    out/<name>/t5/              a copy of the encoder, if that is a folder, so a run can be moved
+    out/<name>/log.jsonl        losses, samples; of lines with the same step, the last counts
+    out/<name>/t5/              a copy of the encoder, so that a run can be moved or shared
 """
 import copy
 import itertools
@@ -60,8 +60,8 @@ def find_checkpoints(source):
         try:
             path = Path(snapshot_download(source, allow_patterns=["ckpt*", "checkpoint_*", "t5/*"]))
         except Exception as error:  # the hub's errors share no base class
-            sys.exit(f"{source}: no local path, and not fetched from the Hugging Face hub "
-                     f"({type(error).__name__}); check the name and the network")
+            sys.exit(f"{source}: no such path, and not on the Hugging Face hub ({error!r:.80}); "
+                     "check the name and the network")
     files = [path] if path.is_file() else checkpoints(path) if source else []
     return files or sys.exit(f"{source!r}: no checkpoint, run folder or Hugging Face repo id")
 
@@ -71,8 +71,7 @@ def read_newest(files):
         try:
             return file, dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
         except Exception as error:  # a damaged file fails in as many ways as there are formats
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-            print(f"{file}: not a readable checkpoint ({reason})", file=sys.stderr)
+            print(f"{file}: not a readable checkpoint ({error!r:.100})", file=sys.stderr)
     sys.exit(f"{files[0].parent}: no checkpoint can be read")
 
 def load(source, device="cpu"):
@@ -85,7 +84,7 @@ def load(source, device="cpu"):
     raises   SystemExit with one line if the file is missing, damaged or of another shape
     """
     file, content = read_newest(find_checkpoints(source))
-    settings, weights = asdict(Config()) | dict(x_mean=0.0, x_std=0.2), {}
+    settings, weights = asdict(Config(data="data/openwebtext")) | dict(x_mean=0.0, x_std=0.2), {}
     try:
         ema = content.get("ema") or content.get("ema_params1") or content.get("params") or content
         for name, tensor in ema.items():
@@ -110,8 +109,7 @@ def load(source, device="cpu"):
                                      settings["predict"]))
         model.load_state_dict(weights, assign=True)
     except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-        sys.exit(f"{file}: not an ELF checkpoint, or of another shape "
-                 f"({type(error).__name__}: {' '.join(str(error).split())[:300]})")
+        sys.exit(f"{file}: not an ELF checkpoint, or of another shape ({error!r:.300})")
     return model.to(device).eval(), settings | dict(checkpoint=str(file))
 
 def open_sampler(parser, argv):
@@ -125,7 +123,7 @@ def open_sampler(parser, argv):
     device = runtime.pick_device(args.device)
     model, settings = load(args.ckpt, device)
     settings |= {key: value for key in SAMPLER if (value := getattr(args, key)) is not None}
-    runtime.cast_matrices(model, runtime.precision(device))
+    runtime.cast_matrices(model, runtime.precision(device, settings["bf16"]))
     if args.n * settings["length"] > 2**17:  # minutes of work: compiling takes half a minute
         runtime.compile_blocks(model.blocks, device)
     return args, model, settings, load_tokenizer(settings["encoder"], settings.get("tokenizer"))
@@ -186,7 +184,7 @@ def save(state, keep):
 def differences(before, now, keys):
     """Returns which of these settings are other than before, as text."""
     return ", ".join(f"{key} {before[key]!r:.40} -> {now[key]!r:.40}" for key in keys
-                     if before.get(key, now.get(key)) != now.get(key))
+                     if key in now and before.get(key, now[key]) != now[key])
 
 @contextmanager
 def open_run(state, fresh=False):
@@ -205,13 +203,14 @@ def open_run(state, fresh=False):
                 aside = (folder.with_name(f"{folder.name}.old-{n}") for n in itertools.count(1))
                 os.rename(folder, old := next(path for path in aside if not path.exists()))
                 print(f"{folder}: the run that was there is now {old}")
-                folder.mkdir()
+                folder.mkdir(exist_ok=True)
             max_over_processes(0)  # wait for that
             if files := checkpoints(folder):
                 resume(state, read_newest(files)[1])
             if max_over_processes(state.step) != -max_over_processes(-state.step):
-                sys.exit(f"{folder}: not the same on all machines; choose an --out that they share")
-            if rank() == 0 and encoder.is_dir() and not (folder / "t5").exists():
+                sys.exit(f"{folder}: not the same on all machines; they must share --out")
+            if rank() == 0 and encoder.is_dir() and not (state.step and (folder / "t5").exists()):
+                shutil.rmtree(folder / "t5", ignore_errors=True)
                 shutil.copytree(encoder, folder / "t5.tmp", dirs_exist_ok=True)
                 os.rename(folder / "t5.tmp", folder / "t5")
             yield

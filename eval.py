@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from config import ROOT
 from data.encoder import from_pretrained, load_tokenizer, to_ids, to_text
-from data.rows import odd_rows, open_rows
+from data.rows import odd_rows, open_rows, read_meta
 
 def load_scorer(name, device):
     """Returns a causal language model, and a function from a text to its token ids."""
@@ -125,7 +125,7 @@ def read_samples(file):
             return records
         raise ValueError("no text")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f'{file}: not a .jsonl file of {{"text": ...}} ({type(error).__name__}: {error})')
+        sys.exit(f'{file}: not a .jsonl file of {{"text": ...}} ({error!r:.100})')
 
 def main(argv=None):
     """Prints a table of figures; returns those of the files and of real rows, as lists of dicts."""
@@ -137,12 +137,14 @@ def main(argv=None):
     samples = [read_samples(file) for file in args.files]
     settings = samples[0][0].get("settings", dict(data="none"))
     data, known, real = settings["data"], (), []
-    own = "data/docs/scorer" if data.startswith("data/docs") else f"{data}/scorer"
-    scorer = args.scorer or (own if (ROOT / own).is_dir() else "gpt2-large")
+    own = ROOT / data / "scorer"  # as made by data/docs/prepare.py --scorer
+    scorer = args.scorer or (f"{data}/scorer" if own.is_dir() else "gpt2-large")
     model, encode = load_scorer(scorer, runtime.pick_device(args.device))
     if (ROOT / data / "meta.json").is_file():  # the run's data are here, to compare with
-        tokenizer = load_tokenizer(settings["encoder"], settings.get("tokenizer"))
-        train, val = (open_rows(data, side, settings["length"], settings["cond_length"])
+        meta = read_meta(data)
+        tokenizer = load_tokenizer(settings["encoder"], meta["tokenizer"])
+        length = meta["length"] or settings["length"]
+        train, val = (open_rows(data, side, length, settings["cond_length"])
                       for side in ("train", "val"))
         known = tokenizer, train.tokens[:10_000_000]  # enough to judge by
         texts = [to_text(tokenizer, *row) for row in zip(*odd_rows(val, len(samples[0])))]
@@ -153,7 +155,8 @@ def main(argv=None):
         paired = [record for record in records if record.get("reference")]
         if paired:
             result |= bleu_rouge(*([each[key] for each in paired] for key in ("text", "reference")))
-    print(f"scored by {scorer}: {len(samples)} x {len(samples[0])} samples, and real rows")
+    beside = f", and {len(texts)} real rows" if real else ""
+    print(f"scored by {scorer}: {len(samples)} x {len(samples[0])} samples{beside}")
     for key in sampled[0]:
         print(f"{key:10} {cell(sampled, key):>20} {cell(real, key):>12}")
     return sampled, real

@@ -37,7 +37,7 @@ def velocity(x, z, t):
     return (x - z) / (1 - t).clamp(min=0.05)
 
 def as_x(output, z, t, predict):
-    """Converts the network's output at z and t (B, 1, 1) to x_pred, if it stands for v or eps."""
+    """Returns x_pred from x_head's output at z, t (B, 1, 1), which may stand for v or eps."""
     if predict == "v":
         return z + (1 - t) * output
     if predict == "eps":
@@ -145,13 +145,13 @@ class ELF(nn.Module):
                     nn.init.zeros_(module.bias)
         for layer in (*self.time.mlp[::2], *self.guidance.mlp[::2]):
             nn.init.normal_(layer.weight, std=0.02)
-        nn.init.zeros_(self.x_head[1].weight)  # the first prediction is 0, the mean of the data
+        nn.init.zeros_(self.x_head[1].weight)  # its first output is 0, the mean of x
 
     def forward(self, z, x_sc, t, w, n_decode=0):
         """
         Runs both branches of Alg. 1 in one pass: the first n_decode rows decode, the rest denoise.
 
-        z         (B, L, E)  noisy embeddings, of clean ones with mean 0 and standard deviation 1
+        z         (B, L, E)  noisy x; x itself has mean 0 and standard deviation 1
         x_sc      (B, L, E)  self-conditioning: an earlier x_pred, or 0
         t         (B,)       time in [0, 1]; 1 on decode rows
         w         (B,)       guidance scale, trained on [0.5, 5]

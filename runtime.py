@@ -58,7 +58,8 @@ def precision(device, bf16=True):
 def autocast(device, bf16=True):
     """A context in which matrix products run in the device's precision."""
     enabled = precision(device, bf16) == torch.bfloat16
-    return torch.autocast(device.type, torch.bfloat16, enabled=enabled)
+    # Without its cache: a weight that was cast in a pass without gradient would have none later.
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 def cast_matrices(model, dtype):
     """Converts the matrices of a frozen network once; autocast would do so in every pass."""
@@ -86,7 +87,8 @@ def bench(step, count, tokens, device, bf16):
         memory = torch.cuda.max_memory_allocated()
     else:
         import resource  # not on Windows
-        memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unit = 1 if sys.platform == "darwin" else 1024
+        memory = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
         step()
     a = torch.randn(1024, 1024, device=device).to(precision(device, bf16))

@@ -42,7 +42,7 @@ def split_rows(B, config):
     return slice(n_decode), slice(n_decode, n_decode + n_sc), slice(n_decode + n_sc, B)
 
 def draw(B, L, E, n_decode, config, rng):
-    """Draws guidance scales w (B,), times t (B,), noise eps (B, L, E) and p (n_decode, L, 1)."""
+    """Draws scales w and times t (B,), noise eps (B, L, E), and x's share p (n_decode, L, 1)."""
     how = dict(generator=rng, device=rng.device)
     ratio = (1 + config.w_max) / (1 + config.w_min)
     w = (1 + config.w_min) * ratio ** torch.rand(B, **how) - 1                # log-uniform in 1 + w
@@ -60,7 +60,7 @@ def losses(model, x, ids, cond_mask, kinds, w, t, eps, p, noise_scale, decode_no
     ids        (B, L)          their tokens
     cond_mask  (B, L, 1) bool  positions of a condition: clean when denoising, and without a loss
     kinds, w, t, eps, p        from `split_rows` and `draw`; teacher, times: see `distilled_target`
-    returns    of decode, self-conditioned and plain rows: losses (rows, L), where they count (bool)
+    returns    (losses (rows, L), counted (rows, L) bool) of decode, self-conditioned, plain rows
     """
     dec, sc, plain = kinds
     den = slice(sc.start, plain.stop)                                       # all that denoise
@@ -72,17 +72,17 @@ def losses(model, x, ids, cond_mask, kinds, w, t, eps, p, noise_scale, decode_no
     x_sc = torch.where(cond_mask, x, 0.0)
     x_sc[dec] = 0.0
 
-    first_pass = teacher or getattr(model, "module", model)                 # DDP: no backward here
+    first_pass = teacher or getattr(model, "module", model)                 # past DDP: no backward
     with torch.no_grad():
-        x_u = first_pass(z[sc], x_sc[sc], t[sc], w[sc])[0].float()          # Alg. 3: without x_sc
+        x_u = first_pass(z[sc], x_sc[sc], t[sc], w[sc])[0].float()          # Alg. 3: x_sc still 0
     x_sc[sc] = torch.where(cond_mask[sc], x[sc], x_u)
     x_pred, logits = model(z, x_sc, t, w, n_decode=dec.stop)                # both branches at once
     x_pred, logits, n_sc = x_pred.float(), logits.float(), len(x_u)
 
     ce = F.cross_entropy(logits.flatten(0, 1), ids[dec].flatten(), reduction="none")        # Eq. 2
     if teacher:
-        target = distilled_target(teacher, z[den], x_sc[den], times[den], w[den], cond_mask[den])
-        mse_sc, mse_plain = (x_pred - target).square().mean(2).tensor_split([n_sc])
+        x_target = distilled_target(teacher, z[den], x_sc[den], times[den], w[den], cond_mask[den])
+        mse_sc, mse_plain = (x_pred - x_target).square().mean(2).tensor_split([n_sc])
     else:
         v = velocity(x[den], z[den], t3[den])
         v_pred = velocity(x_pred, z[den], t3[den])
@@ -99,19 +99,19 @@ def masked_mean(values, counted):
     return (values * counted).sum() / counted.sum()
 
 def objective(parts, config):
-    """Returns 0.2 CE + 0.4 MSE (self-conditioned) + 0.4 MSE (plain) of what `losses` returns."""
+    """Returns CE and the MSEs of self-conditioned and plain rows, weighted 0.2, 0.4 and 0.4."""
     shares = [config.decode_share, config.self_cond_share]
     return sum(share * masked_mean(*part) for share, part in zip([*shares, 1 - sum(shares)], parts))
 
 def batch_losses(model, data, rows, rng, config):
     """Encodes rows, as `Rows.batch` returns them, draws the noise, and returns `losses`."""
     ids, n_cond = (torch.from_numpy(y).to(rng.device, non_blocking=True) for y in rows)
-    kinds, given = split_rows(len(ids), config), ()
-    cond_mask = condition_mask(n_cond, config.length)
-    if config.cond_length:  # and some rows do not see their condition
-        given = cond_mask, torch.rand(len(ids), generator=rng, device=rng.device) < config.cond_drop
+    kinds, cond_mask = split_rows(len(ids), config), condition_mask(n_cond, config.length)
+    masks = ()
+    if config.cond_length:  # hide the condition of a share of the rows
+        masks = cond_mask, torch.rand(len(ids), generator=rng, device=rng.device) < config.cond_drop
     with runtime.autocast(rng.device, config.bf16):
-        x = embed(data.encoder, ids, data.x_mean, data.x_std, *given)
+        x = embed(data.encoder, ids, data.x_mean, data.x_std, *masks)
         drawn = draw(*x.shape, kinds[0].stop, config, rng)
         if data.teacher:
             drawn["times"] = student_times(drawn["t"], config, rng)
@@ -142,8 +142,8 @@ def distilled_target(teacher, z, x_sc, times, w, cond_mask):
     z_end = z
     for t, t_next in zip(times.mT, times.mT[1:]):
         x_pred = teacher(z_end, x_sc, t, w)[0].float()
-        step = (t_next - t)[:, None, None] * velocity(x_pred, z_end, t[:, None, None])
-        z_end = torch.where(cond_mask, z, z_end + step)
+        move = (t_next - t)[:, None, None] * velocity(x_pred, z_end, t[:, None, None])
+        z_end = torch.where(cond_mask, z, z_end + move)
         x_sc = torch.where(cond_mask, x_sc, x_pred)
     start, end = times[:, 0, None, None], times[:, -1, None, None]
     return z + (1 - start) / (end - start) * (z_end - z)
@@ -152,7 +152,7 @@ def distilled_target(teacher, z, x_sc, times, w, cond_mask):
 
 def orthogonal(G):
     """
-    Returns the matrices G (n, rows, columns) with singular values near 1: five Newton-Schulz steps.
+    Moves the singular values of matrices G (n, rows, columns) to near 1: 5 Newton-Schulz steps.
 
     A step is X <- Q X with Q = a + b A + c A^2 and A = X X^T; the A of the new X is Q A Q. So
     three steps, then two, are first multiplied as small squares, and only their product P meets X.
@@ -160,10 +160,10 @@ def orthogonal(G):
     tall = G.shape[1] > G.shape[2]
     X = G.mT if tall else G
     X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for steps in (3, 2):  # all five at once would lose bfloat16's few digits
+    for count in (3, 2):  # all five at once would lose bfloat16's few digits
         A = X @ X.mT
         P = Q = polynomial(A)
-        for _ in range(steps - 1):
+        for _ in range(count - 1):
             A = Q @ A @ Q
             Q = polynomial(A)
             P = Q @ P
@@ -234,7 +234,7 @@ def train_step(net, state, data, config):
             loss = objective(parts, config)
             (loss / config.accum).backward()
     norm = torch.nn.utils.clip_grad_norm_(params, config.clip)
-    state.step += 1
+    state.step += 1  # from here on, the number of steps done
     left = (config.steps + 1 - state.step) / max(1, config.cooldown * config.steps)
     rate = config.lr * min(1, state.step / max(1, config.warmup), left)
     for optimizer in state.optimizers:
@@ -244,23 +244,23 @@ def train_step(net, state, data, config):
     with torch.no_grad():
         decay = min(config.ema, state.step / (state.step + 9))
         torch._foreach_lerp_(list(state.ema.parameters()), params, 1 - decay)
-    ce, sc, plain = parts
-    mse = masked_mean(*map(torch.cat, zip(sc, plain)))
+    ce, *mse = parts
+    mse = masked_mean(*map(torch.cat, zip(*mse)))  # of both kinds of rows
     return dict(loss=loss.detach(), mse=mse.detach(), ce=masked_mean(*ce).detach()), norm
 
 def train(state, data, config):
     """Takes the steps that are left; logs, validates, samples and saves when these are due."""
     net = DistributedDataParallel(state.model) if world_size() > 1 else state.model
-    step = functools.partial(train_step, net, state, data, config)
-    device, finite, stopping, saved = data.encoder.device, True, False, time.monotonic()
+    one_step = functools.partial(train_step, net, state, data, config)
     if config.bench:
-        tokens = config.batch_size * config.length
-        return runtime.bench(step, config.bench, tokens, device, config.bf16)
+        return runtime.bench(one_step, config.bench, config.batch_size * config.length,
+                             data.encoder.device, config.bf16)
+    finite, stopping, saved = True, False, time.monotonic()
     bar = runtime.progress(total=config.steps, initial=state.step, disable=rank() > 0)
     stop = runtime.StopSignal()
     with bar:
         while state.step < config.steps and not stopping:
-            figures, norm = step()
+            figures, norm = one_step()
             bar.update()
             finite = norm.isfinite() & finite  # on the device: no step waits for it
             stopping = max_over_processes(stop.seen) > 0
@@ -299,10 +299,10 @@ def observe(state, data, config, figures, bar):
 @torch.no_grad()
 def validate(model, data, config):
     """Returns MSE (plain rows) and CE on even validation rows, with the same noise every time."""
-    B = config.micro_batch(world_size())
-    total, count = torch.zeros(2), -(-min(config.val_rows, len(data.val)) // B)
+    B, even = config.micro_batch(world_size()), -(-len(data.val) // 2)
+    total, count = torch.zeros(2), -(-min(config.val_rows, even) // B)
     for i in range(count):
-        rows = data.val.batch([2 * place % len(data.val) for place in range(i * B, (i + 1) * B)])
+        rows = data.val.batch([2 * (place % even) for place in range(i * B, (i + 1) * B)])
         rng = seeded(1234, i, device=data.encoder.device)
         ce, _, plain = batch_losses(model, data, rows, rng, config)
         total += torch.stack([masked_mean(*plain), masked_mean(*ce)]).cpu()
@@ -314,7 +314,7 @@ def main(argv=None):
     runtime.start_processes(device)
     split_rows(config.micro_batch(world_size()), config)  # now, not after minutes of preparation
     data = load_data(config, device)
-    state = checkpoint.new_state(config, data, device, make_optimizers)
+    state = checkpoint.new_state(config, data, device, make_optimizers)  # and data.teacher
     print0(f"{sum(param.numel() for param in state.model.parameters()):,} parameters, "
            f"{len(data.train):,} rows of {config.length} tokens, {config.steps} steps of "
            f"{config.batch_size} rows, {device.type}")

@@ -67,7 +67,7 @@ class Config:
     warmup: int = 9_500             # steps over which the rate rises
     cooldown: float = 0.0           # share of the steps, at the end, over which it falls to 0
     clip: float = 1.0               # largest gradient norm
-    ema: float = 0.9999             # decay of the weights' moving average; less at first
+    ema: float = 0.9999             # decay of the weights' moving average, less at first; 0 is none
     seed: int = 0                   # of weights, noise and the order of the data
     # bookkeeping
     log_interval: int = 10          # steps between lines of log.jsonl

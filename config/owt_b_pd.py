@@ -9,4 +9,5 @@ teacher_substeps = 4
 steps = 19_000
 warmup = 1_900
 sample_steps = 16
-sample_w = 2.5
+sample_gamma = 2.0    # 1.5 for 8 steps and fewer
+sample_w = 2.0        # 2.5

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from config import ROOT
-from data.encoder import EOS, encoder_fingerprint, load_encoder, load_tokenizer, to_ids, to_text
+from data.encoder import (EOS, check_same, encoder_fingerprint, load_encoder, load_tokenizer,
+                          to_ids, to_text, tokenizer_fingerprint)
 from runtime import max_over_processes, rank
 
 @dataclass
@@ -60,6 +61,8 @@ def open_rows(data, side, length=0, cond_length=0):
     length, cond_length  as in Config; exits if the data do not fit. 0: as they were prepared
     """
     meta, file = read_meta(data), ROOT / data / f"{side}.bin"
+    if side not in meta["counts"]:
+        sys.exit(f"{data}: has no {side} rows")
     length = length or meta["length"] or 1
     if meta["length"] not in (0, length):
         sys.exit(f"length = {length}: {data} holds rows of {meta['length']} tokens")
@@ -69,7 +72,7 @@ def open_rows(data, side, length=0, cond_length=0):
     offsets = np.memmap(file.with_suffix(".idx"), np.uint64, "r") if meta["pairs"] else None
     tokens, count = np.memmap(file, meta["dtype"], "r"), meta["counts"][side]["tokens"]
     rows = Rows(tokens, offsets, length, cond_length, meta["vocab_size"])
-    if len(tokens) != count or not len(rows):
+    if len(tokens) != count or len(rows) < 2:
         sys.exit(f"{file}: {len(tokens)} tokens, of {count} in meta.json and {length} in a row; "
                  "prepare the data again, with more text")
     return rows
@@ -81,7 +84,8 @@ def load_data(config, device):
     """
     if config.bench:
         return random_data(config, device)
-    if rank() == 0 and config.prepare and not (ROOT / config.data / "meta.json").is_file():
+    missing = not (ROOT / config.data / "meta.json").is_file()
+    if rank() == 0 and missing and Path(config.prepare).parent == Path(config.data):
         print(f"{config.data} is not prepared yet: running {config.prepare}", flush=True)
         importlib.import_module(config.prepare.removesuffix(".py").replace("/", ".")).main([])
     max_over_processes(0)  # wait for that
@@ -138,7 +142,10 @@ def read_conditions(source, n, settings, tokenizer):
     if length <= most:
         sys.exit(f"--length {length}: leaves no room after a condition of {most} tokens")
     if source in ("val", "test"):
-        ids, n_cond = odd_rows(open_rows(settings["data"], source, length, most), n)
+        rows = open_rows(settings["data"], source, length, most)
+        check_same(settings["data"], "tokenizer", tokenizer_fingerprint(tokenizer),
+                   read_meta(settings["data"])["tokenizer"])
+        ids, n_cond = odd_rows(rows, n)
         records = [dict(cond=tokenizer.decode(row[:k]), reference=to_text(tokenizer, row, k))
                    for row, k in zip(ids, n_cond)]
         return [row[:k].tolist() for row, k in zip(ids, n_cond)], records

@@ -20,7 +20,7 @@ def row_of(text, tokenizer, L):
     pieces, ids, gaps = re.split(r"___(\d*)", text), [], []
     for part, size in zip(pieces[::2], [*pieces[1::2], "0"]):
         before = "the" if ids else ""  # a gap's stand-in: what touches it is no new word
-        known = to_ids(tokenizer, [before + part])[0][bool(before):]
+        known = to_ids(tokenizer, [before + part])[0][sum(map(len, to_ids(tokenizer, [before]))):]
         if tokenizer.unk_token_id in known:
             sys.exit(f"{part!r}: has a word that the run does not know")
         ids += known + [EOS] * int(size or 1)
